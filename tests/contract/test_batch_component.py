@@ -69,7 +69,7 @@ def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_mi
     plan = read_json(go(f"command=plan {LINE}").folder / "plan.json")
     assert [plan[key] for key in ("global_batch", "largest_batch", "steps")] == [8, 16, 8]
     assert plan["steps_per_epoch"] == 5
-    assert "a step has 16 at most" in " ".join(capsys.readouterr().out.split())
+    assert "8 samples a step at first, 16 at most" in " ".join(capsys.readouterr().out.split())
 
     monkeypatch.setattr(Stop, "at", 2)
     with pytest.raises(Preempted):

@@ -311,7 +311,7 @@ def test_classes_of_one_s_own_take_two_files_or_their_name():
     plan = read_json(pairs.folder / "plan.json")
     assert plan["neighbours"] == 2
     assert [shape["num_samples"] for shape in plan["shapes"]] == [2, 2, 2, 2]
-    assert "  pairs       2 neighbours of 1 rank" in (pairs.folder / "train.log").read_text()
+    assert "  pairs          2 neighbours of 1 rank" in (pairs.folder / "train.log").read_text()
 
 
 NOTES = """

@@ -277,7 +277,8 @@ class Pairs(Cut):
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         words = f"{self.size} neighbours of {facts.world_size} rank"
-        return [*super().describe(facts), row("pairs", words, neighbours=self.size)]
+        own = row("pairs", words, group="computed", neighbours=self.size)
+        return [*super().describe(facts), own]
 
 
 class Scaled(GradientStrategy):

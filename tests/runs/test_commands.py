@@ -207,14 +207,14 @@ def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(capsys):
     assert set(parts) >= {"parameters", "gradients", "optimizer state", "activations"}
     text = screen_of(capsys)
     for words in (
-        "8 samples = 1 rank x",
+        "batch 8 samples a step",
         "9 = 1.50 epochs, 6 steps per epoch",
         "keep: the last 2 samples",
-        "2 steps of warm-up (22.2% of the run)",
+        "2 steps of warm-up (22.2%)",
         "checkpoint at the end",
-        "of tensors predicted, ",
+        "KiB predicted, ",
         "micro-batches of step 1",
-        "lr 0.012, adamw",
+        "learning rate 0.012, adamw",
         "*head.*: 2 tensors, 144 parameters, lr 0.04",
     ):
         assert words in text, words

@@ -113,7 +113,7 @@ def test_a_resumed_auto_run_does_not_tune_again(monkeypatch):
     monkeypatch.setattr("trainer.assemble.tuning.tune", tune)
     plan = read_json(on(run).folder / "plan.json")
     assert plan["max_tokens"] == cap
-    assert "from the checkpoint" in plan["cap_source"]
+    assert "from its checkpoint" in plan["cap_source"]
     with pytest.raises(AssertionError, match="tuned again"):
         on(run, "steps=9 accum.micro=2")
 

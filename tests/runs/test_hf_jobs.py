@@ -28,18 +28,19 @@ def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):
     go(f"{line} data.path=corpus.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
     assert "held out text (text)" in shown
-    assert "next_token, as LlamaForCausalLM is made for causal_lm" in shown
+    assert "next_token, as the model is made for causal_lm" in shown
     turns = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}
         for text in [*TEXTS, "batch " * 70]
     ]
     write_lines(Path("chat.jsonl"), turns)
     write_lines(Path("other.jsonl"), [*turns[:5], *turns[-1:] * 3])
-    go(f"{line} data.path=chat.jsonl eval.sets.more.path=other.jsonl")
+    go(f"command=plan {line} data.path=chat.jsonl eval.sets.more.path=other.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
     # The model has 64 positions.
-    assert " chat (messages), 1 longer than data.max_length left out" in shown
-    assert "more: chat (messages), 3 longer than data.max_length left out" in shown
+    assert " chat (messages), 1 left out objective" in shown
+    assert " data 1 longer than data.max_length left out" in shown
+    assert "more: chat (messages), 3 left out more: 3 longer than data.max_length" in shown
     assert shown.count("chat (messages)") == 2, "what is held out here is of the same records"
 
 
@@ -51,7 +52,8 @@ def test_a_classifier_among_decoders_reads_its_last_token_and_not_the_padding(ll
     line = f"model=hf model.path={llama} model.task=sequence_classification data=hf"
     line += " data.path=reviews.jsonl data.holdout=0 batch.global=60 steps=1 optimizer.lr=1e-12"
     together, alone = go(line), go(f"{line} accum.micro=1")
-    assert " classes 0 long, 1 short " in " ".join(capfd.readouterr().out.split())
+    assert "0 held out, 2 classes" in capfd.readouterr().out
+    assert read_json(together.folder / "plan.json")["label_names"] == ["long", "short"]
     assert alone.result["loss"] == pytest.approx(together.result["loss"], rel=1e-5)
     assert shell(f"export run={together.folder} export.to=tuned") == 0
     assert read_json(Path("tuned/config.json"))["pad_token_id"] == 2

@@ -23,7 +23,9 @@ def test_a_folder_is_trained_from_its_weights_and_exported_as_it_is_loaded(capsy
     save_causal_model(Path("model"))
     save_tokens(Path("data"))
     run = go(f"{LINE} model.path=model steps=2")
-    assert "weights of model, bf16 on disk, fp32 in memory" in capsys.readouterr().out
+    assert "  model          model, " in capsys.readouterr().out
+    plan = read_json(run.folder / "plan.json")
+    assert (plan["init"], plan["dtypes"]["disk"]) == ("weights of model", "bf16")
     assert shell(f"export run={run.folder} export.to=tuned") == 0
     model, faults = transformers.AutoModelForCausalLM.from_pretrained(
         "tuned", output_loading_info=True
@@ -46,7 +48,7 @@ def test_low_precision_that_is_typed_and_bytes_under_another_vocabulary_are_said
     dtypes = {"disk": "fp32", "memory": "bf16", "compute": "bf16"}
     assert read_json(run.folder / "plan.json")["dtypes"] == dtypes
     shown = " ".join(capsys.readouterr().out.split())
-    assert "compute cpu, bf16" in shown
+    assert "device cpu, bf16" in shown
     assert "loaded with a vocabulary of 700" in shown
 
 
@@ -62,11 +64,13 @@ def test_once_a_trial_has_shown_that_it_may_a_causal_model_is_given_no_mask(line
 def test_a_body_under_a_new_head_says_what_is_new(capsys):
     Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained("model")
     save_tokens(Path("data"), "tags")
-    go(f"{LINE} model.path=model model.task=token_classification steps=1")
+    run = go(f"{LINE} model.path=model model.task=token_classification steps=1")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "2 new (classifier.bias, classifier.weight)" in shown
-    assert "unused (cls.predictions" in shown
-    assert "token_classify, as BertForTokenClassification" in shown
+    assert "parameters, 2 tensors new" in shown
+    assert "token_classify, as the model is made for token_classification" in shown
+    plan = read_json(run.folder / "plan.json")
+    assert "2 new (classifier.bias, classifier.weight)" in plan["init"]
+    assert "unused (cls.predictions" in plan["init"]
 
 
 class Wrapper(nn.Module):

@@ -63,8 +63,8 @@ class TwoPass(GradientStrategy):
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""
-        text = "two passes: the rows of all samples, then the gradient, with the forward again"
-        return [row("gradient", text)]
+        text = "in two passes: the rows of all samples, then the gradient"
+        return [row("gradient", text, group="computed")]
 
     @full_products()
     def combine(self, objective: Objective, rows: Rows, divisors: Divisors) -> Computed:

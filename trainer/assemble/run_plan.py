@@ -33,7 +33,8 @@ class RunPlan:
     tuning: Tuning | None  # what `accum=auto` found; None under another cut
     predicted: MemoryEstimate | None  # peak of a step; None where it cannot be predicted
     limit_bytes: int | None  # what is left for tensors on this rank; None where nobody knows
-    how: str  # how the cap was found, or why it is as it is
+    how: str  # in a few words, why the cap is as it is
+    details: str  # how that is known
     is_here: bool  # whether the plan is for this machine; time is unknown for any other
     warnings: tuple[str, ...]  # what showed when the user's own model and objective ran
     # What the longest samples compute; None where the model cannot run fake
@@ -120,15 +121,16 @@ def prepare(
 
     # The cut: as it was, as it is tuned, or as it was typed.
     batches = sampled_batches(run)
-    cut, tuning, how = run.cut, None, f"{type(run.cut).__name__}, as typed"
+    cut, tuning, how, details = run.cut, None, "as set", f"{type(run.cut).__name__}, as set"
     if is_known:
-        cut, tuning, how = saved.restored(cut), saved.tuning, "as before, from the checkpoint"
+        cut, tuning, how = saved.restored(cut), saved.tuning, "as the run began"
+        details = "as the run began, from its checkpoint"
     elif cut.needs_tuning:
         # A machine that is not here has what accum.memory says.
         assert limit is not None
         tuning = tune_run(run, work, counts, limit, batches, is_here=is_here)
         cut = cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap)
-        how = tuning.method
+        how, details = tuning.choice, tuning.method
 
     # What it makes of a few steps, and the memory that those take.
     plans = tuple(cut.cut(lengths, run.layout) for lengths in batches)
@@ -157,6 +159,7 @@ def prepare(
         predicted=predicted,
         limit_bytes=limit_bytes,
         how=how,
+        details=details,
         is_here=is_here,
         warnings=tuple(warnings),
         counts=counts,

@@ -41,7 +41,7 @@ def shown_samples(run: Run, folder: Path) -> list[Row]:
             counts.append(plural(source.lengths[i], "token"))
             counts.append(plural(sum(shown.terms), "loss term"))
         name = join_parts(view.name_of(i), *counts)
-        rows.append(row("sample", f"{name}\n{text}", in_plan=True))
+        rows.append(row("sample", f"{name}\n{text}"))
         samples.append(shown)
         records.append({"id": int(view.original_ids([i])[0]), "text": text})
     for feature in run.features:

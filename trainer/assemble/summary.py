@@ -21,6 +21,13 @@ from trainer.optim.described import changes, default_row, optimizer_rows
 from trainer.tune.flops import time_note
 from trainer.tune.peak_bytes import memory_rows
 
+_LOSSES = {
+    "tokens": "one mean over all labels of the batch",
+    "samples": "the sum of its losses over its samples",
+    "micro_batches": "the mean of the micro-batches' means",
+}
+"""What the loss of a step is, by `batch.normalizer`."""
+
 
 def describe_run(run_plan: RunPlan) -> list[Row]:
     """Describe a run in rows, in the order in which a person reads them.
@@ -36,21 +43,13 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
         noun = "sample"
     ranks, steps = run.world.size, run.data.total_steps
     facts = RunFacts(total_steps=steps, world_size=ranks, noun=noun)
-    setup, objective, how = run.model.setup, run.model.objective, run_plan.how
+    setup, objective = run.model.setup, run.model.objective
     others = run.model.strategy, run.model.schedule, run.model.spec, setup.sync, setup
-    chosen, has_cap = run.chosen.text, bool(run.cut.hard_cap)
-    limit, tuning = run_plan.limit_bytes, run_plan.tuning
+    chosen, limit, tuning = run.chosen.text, run_plan.limit_bytes, run_plan.tuning
     candidates = list[dict[str, Any]]()
     if tuning is not None:
         candidates = [each.to_json(limit) for each in tuning.candidates]
     over = config.batch.normalizer
-    divisor: str = over
-    # A sample that is classified has one, however many tokens it has.
-    if over == "tokens":
-        divisor = "loss terms"
-    loss = f"sum over the whole global batch / its {divisor}"
-    if over == "micro_batches":
-        loss = "mean of the micro-batches' means (not the whole-batch step)"
     # Classes that were named by their path, and stand in no other row.
     named = list[str]()
     for each in (config.batch, config.accum.gradient, config.sync):
@@ -62,19 +61,18 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
     held_out = {name: part.loader.dataset for name, part in run.data.held_out.items()}
     return [
         *_batch(run_plan, facts),
-        *run.cut.describe(facts),
-        row("" if has_cap else "cut", how, is_dim=has_cap, cap_source=how),
-        row("objective", chosen, objective=chosen),
-        *objective.describe(facts),
-        row("loss", loss, normalizer=over),
         *model_rows(run_plan),
-        *optimizer_rows(run.model.spec, run.model.module, run.model.lr_scale(order, order.start)),
-        row("with", join_parts(*named), named_classes=named),
         *tokenizer_rows(run),
         *data_rows(config.data.label, run.data.train, held_out, elsewhere, facts),
-        *memory_rows(run_plan.predicted, limit, ranks, is_here=run_plan.is_here),
+        row("objective", chosen, group="asked", objective=chosen),
+        *objective.describe(facts),
+        row("loss", _LOSSES[over], normalizer=over),
         *_length(run),
+        *optimizer_rows(run.model.spec, run.model.module, run.model.lr_scale(order, order.start)),
         defaults_row(config, run.chosen_optimizer.by_job),
+        row("with", join_parts(*named), named_classes=named),
+        *_cut(run_plan, facts),
+        *memory_rows(run_plan.predicted, limit, ranks, is_here=run_plan.is_here),
         *_time(run_plan),
         *_epoch(run_plan, facts),
         *chain.from_iterable(part.describe(facts) for part in others),
@@ -84,29 +82,49 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
 
 
 def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
-    """Say what the global batch is cut into, and what becomes of an epoch's last samples."""
-    run, plan = run_plan.run, run_plan.plans[0]
+    """Say how large the global batch is, and what becomes of an epoch's last samples."""
+    run = run_plan.run
     batch, order = run.config.batch, run.data.order
-    ranks, size = run.world.size, order.size_of(order.start)
-    left, few, whole = 0, "the last few samples", None
+    size, few, left = order.size_of(order.start), "the last few samples", 0
     # Of tokens, and where sizes vary, which samples are left depends on the epoch.
     if batch.unit == "samples" and order.sizes.is_constant:
         left = len(run.data.lengths) % size
     if left:
         few = f"the last {plural(left, 'sample')}"
+    text = f"{plural(size, batch.unit.rstrip('s'))} a step"
     if batch.unit == "tokens":
-        whole = f"{plural(size, 'token')} or just above"
-    equation, ends = plan.equation(whole), "in a step with a normaliser of its own"
+        text += ", or just above"
+    if not order.sizes.is_constant:
+        text += f" at first, {number(order.sizes.largest)} at most"
+    # Another loss than one mean over all that the batch holds is another step.
+    if batch.normalizer != "tokens":
+        text += f"; {_LOSSES[batch.normalizer]}"
+    ends = "in a step with a normaliser of its own"
     if batch.tail == "drop":
         ends = "left out"
     tail = f"{batch.tail}: {few} of an epoch, {ends}"
     return [
-        row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
+        row("batch", text, group="asked", global_batch=size, unit=batch.unit),
         *order.sizes.describe(facts),
         *_stages(run),
-        row(accum_steps=plan.accum_steps, micro_batches=plan.num_micro_batches),
+        row("tail", tail, tail=batch.tail, tail_size=left),
+    ]
+
+
+def _cut(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
+    """Say what the global batch is cut into, and how large a micro-batch may be."""
+    run, plan, how = run_plan.run, run_plan.plans[0], run_plan.how
+    counts = {"accum_steps": plan.accum_steps, "micro_batches": plan.num_micro_batches}
+    largest: str | None = None
+    if run.cut.hard_cap:
+        noun = "padded token" if facts.noun == "token" else facts.noun
+        largest = f"micro-batch of {plural(run.cut.hard_cap, noun)}, {how}"
+    return [
+        row("cut", plan.product, group="computed", world_size=run.world.size, **counts),
+        row("largest", largest, group="computed", cap_source=run_plan.details),
+        row("", run_plan.details),
+        *run.cut.describe(facts),
         row(lockstep=run.layout.lockstep),
-        row("tail", tail, in_plan=True, tail=batch.tail, tail_size=left),
     ]
 
 
@@ -170,14 +188,30 @@ def _length(run: Run) -> list[Row]:
     lr = run.model.spec.lr * run.model.lr_scale(run.data.order, run.data.order.start)
     optimizer, scheduler = config.optimizer.label, config.scheduler.label
     warmup = warmup_steps(run.model.schedule.warmup, steps)
-    share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
-    rate = join_parts(f"{lr:g}", optimizer, scheduler, warmup and share)
+    share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)})"
+    is_default = " (default)" * ("optimizer.lr" in config.unset)
+    rate = join_parts(f"{lr:g}{is_default}", optimizer, scheduler, warmup and share)
     chosen = run.chosen_optimizer
     typed = chosen.reference or chosen.spec  # before the global batch changed it
     followed, changed = changes(typed, chosen.spec)
     return [
-        row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
-        row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
+        row(
+            "steps",
+            text,
+            group="asked",
+            steps=steps,
+            steps_per_epoch=per_epoch,
+            epochs=epochs,
+        ),
+        row(
+            "learning rate",
+            rate,
+            group="asked",
+            lr=lr,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            warmup_steps=warmup,
+        ),
         default_row(optimizer, typed, chosen.by_job, chosen.why),
         row("half-life", changed, followed_batch=followed),
     ]
@@ -200,10 +234,12 @@ def _time(run_plan: RunPlan) -> list[Row]:
         device = f"{config.device} (not here)"
     workers = run.data.loader.num_workers
     loading = plural(workers, "loading process") + " each" * (run.world.size > 1)
-    means = join_parts(device, dtypes_of(run)["compute"], workers and loading)
+    mode = run.world.size > 1 and run.model.setup.mode
+    means = join_parts(device, dtypes_of(run)["compute"], mode, workers and loading)
+    values = {"device": device, "precision": run.model.precision, "num_workers": workers}
     return [
-        row("time", text, step_seconds=seconds, time_note=note),
-        row("compute", means, device=device, precision=run.model.precision, num_workers=workers),
+        row("time", text, group="computed", step_seconds=seconds, time_note=note),
+        row("device", means, group="computed", **values),
     ]
 
 
@@ -229,8 +265,8 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     padding = plans[0].padding
     first = f"{percent(padding)} of the computed positions in step 1"
     return [
-        row("padding", first, in_plan=True, padding=padding),
-        row("epoch", shown, in_plan=True, epoch_means=means),
+        row("padding", first, padding=padding),
+        row("epoch", shown, epoch_means=means),
         _cadence(run.config, facts.total_steps, evaluates=bool(run.data.held_out)),
     ]
 
@@ -251,7 +287,7 @@ def _cadence(config: RunConfig, total_steps: int, *, evaluates: bool) -> Row:
             if steps <= total_steps:
                 text = f"every {plural(steps, 'step')}"
         times.append(f"{name} {text}")
-    return row("cadence", join_parts(*times), in_plan=True, cadences=often)
+    return row("cadence", join_parts(*times), cadences=often)
 
 
 def _warnings(run_plan: RunPlan) -> list[str]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
-from trainer.core.format import number, plural
+from trainer.core.format import number, plural, short
 from trainer.core.rows import Row, join_parts, row
 from trainer.core.tensors import dtype_word, gradient_dtype
 from trainer.models.facts import ModelFacts, facts_of
 from trainer.models.first_weights import is_on_meta
 from trainer.verify.diagnose import low_precision
 
+_LARGE = 10_000_000  # parameters that are written in short from here on
+_LONG = 32  # characters of a path beyond which a line has no room for it
 _SHOWN = 2  # names of weights, which tell what the others are
 
 
@@ -22,16 +25,16 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
     """Count parameters, and say where their first values come from, and in which dtypes."""
     run = run_plan.run
     config, dtypes = run.config, dtypes_of(run)
-    name, init = config.model.name or config.model.target, _init(run)
+    facts = facts_of(run.model.module, config.model.params)
     whole = trained = 0
     for parameter in run.model.module.parameters():
         whole += parameter.numel()
         if parameter.requires_grad:
             trained += parameter.numel()
-    count, frozen = plural(whole, "parameter"), whole - trained
-    text = join_parts(name, count, frozen and f"{number(frozen)} frozen")
+    init, frozen = _init(run, facts), whole - trained
     stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
     begins = join_parts(init, stored, f"{dtypes['memory']} in memory")
+    name, text = config.model.name or config.model.target, _in_short(run, facts, whole, trained)
     adapter, settings = None, None
     if config.adapter.target != NO_ADAPTER:
         settings = config.adapter.params
@@ -41,12 +44,45 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
                 typed.append(f"{key}={show(value)}")
         adapter = join_parts(config.adapter.name or config.adapter.target, *typed)
     return [
-        row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
+        row("model", text, group="asked", model=name, num_parameters=trained, num_frozen=frozen),
         row("adapter", adapter, adapter=settings),
-        row("init", begins, init=init, dtypes=dtypes),
+        row("weights", begins, init=init, dtypes=dtypes),
         _gradients(run),
         *chain.from_iterable(each.rows(run_plan) for each in run.features),
     ]
+
+
+def _in_short(run: Run, facts: ModelFacts, whole: int, trained: int) -> str | None:
+    """Name a model, by its source where it has one, with its parameters and those trained."""
+    config, some, begins = run.config, "", "new weights"
+    name = config.model.name or config.model.target
+    if facts.source is not None:
+        name = _brief(facts.source)
+    count = f"{_magnitude(whole)} parameters"
+    if trained < whole:
+        some = f"{_magnitude(trained)} trained"
+        if config.adapter.target != NO_ADAPTER:
+            some += f" ({config.adapter.name or config.adapter.target})"
+    if config.init is not None:
+        begins = f"weights of {_brief(config.init)}"
+    elif facts.source is not None:
+        # An adapter says by itself that what it adapts is loaded.
+        begins = "pretrained" * (not some)
+        if facts.new:
+            begins = f"{plural(len(facts.new), 'tensor')} new"
+    return join_parts(name, count, some, begins)
+
+
+def _brief(source: str) -> str:
+    """Write where weights are from, the last part of a long path alone."""
+    if len(source) > _LONG:
+        source = Path(source).name
+    return show(source)
+
+
+def _magnitude(count: int) -> str:
+    """Write a count in full while it can be read at a glance: `271,200`, `1.24B`."""
+    return number(count) if count < _LARGE else short(count)
 
 
 def _gradients(run: Run) -> Row:
@@ -79,7 +115,7 @@ def tokenizer_rows(run: Run) -> list[Row]:
     return [row("tokenizer", text, tokenizer=name, num_ids=len(tokenizer))]
 
 
-def _init(run: Run) -> str:
+def _init(run: Run, facts: ModelFacts) -> str:
     """Say where the first weights come from."""
     config, module = run.config, run.model.module
     if config.init is not None:
@@ -87,7 +123,6 @@ def _init(run: Run) -> str:
         if config.step != "last":
             text += f", step {config.step}"
         return text
-    facts = facts_of(module, config.model.params)
     source = f"as the model is built, seed {config.seed}"
     if facts.source:
         source = f"weights of {show(facts.source)}"

@@ -44,10 +44,10 @@ def announce(
     remarks = [feature.remark for feature in run.features]
     reporter.start(rows, plan, remarks, config.name or "")
     _name_weights(opened, run, saved.stored)
-    whole = BUILT_WHOLE * (run.is_sharded and run.model.weights is None)
-    setup = run.model.setup
-    for line in filter(None, (setup.why_mode, setup.why, whole, _growth(opened, saved.terms))):
-        reporter.line(line)
+    if run.is_sharded and run.model.weights is None:
+        reporter.line(BUILT_WHOLE)
+    if (growth := _growth(opened, saved.terms)) is not None:
+        reporter.line(growth)
 
 
 def _name_weights(opened: OpenRun, run: Run, stored: StoredWeights | None) -> None:

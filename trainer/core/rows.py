@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 Noun = Literal["token", "sample"]
+RowGroup = Literal["asked", "computed", "plan"]
+"""Where a row is shown: beside what was asked for, or how that is computed; or by `train plan`."""
 
 
 @final
@@ -31,8 +33,7 @@ class Row:
     label: str = ""  # the left column; empty continues the row above
     text: str | None = None  # for a person; None shows nothing
     values: Mapping[str, Any] = field(default_factory=dict)  # plain, by their keys in plan.json
-    in_plan: bool = False  # shown by `train plan` alone
-    is_dim: bool = False  # of less weight than others
+    group: RowGroup = "plan"  # those of `plan` are shown by `train plan` alone
 
 
 def row(
@@ -40,12 +41,11 @@ def row(
     text: str | None = None,
     /,
     *,
-    in_plan: bool = False,
-    is_dim: bool = False,
+    group: RowGroup = "plan",
     **values: Any,  # noqa: ANN401 - any plain value
 ) -> Row:
     """Make a row, with the values of plan.json by name."""
-    return Row(label, text, values, in_plan, is_dim)
+    return Row(label, text, values, group)
 
 
 class Described:

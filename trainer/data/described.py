@@ -25,15 +25,18 @@ def data_rows(
     """
     cut, num_tokens = train.facts.num_cut, int(train.lengths.sum())
     counts = {OWN_PART: 0, **{part: len(view) for part, view in held_out.items()}}
+    names = train.facts.label_names or ()
     text = join_parts(
         plural(len(train), "sample"),
         facts.noun == "token" and f"{short(num_tokens)} tokens",
         cut and f"{short(cut)} more are left out",
         *(f"{number(count)} {part or 'held out'}" for part, count in counts.items()),
+        names and f"{number(len(names))} classes",
     )
     counted = row(
         "data",
         f"{name}: {text}",
+        group="asked",
         data=name,
         num_samples=len(train),
         num_held_out=counts.pop(OWN_PART),
@@ -49,7 +52,7 @@ def data_rows(
             if each.text:
                 rows.append(row("", f"{part or 'held out'}: {each.text}"))
     # Class weights and predictions number the classes so.
-    names, shown = train.facts.label_names or (), list[str]()
+    shown = list[str]()
     for i, label in enumerate(names):
         if label != str(i):  # those that are words
             shown.append(f"{i} {label}")

@@ -71,8 +71,8 @@ class ParallelSetup(Described):
             sync = "one rank, which sends nothing"
         table = [asdict(each) for each in self.rows]
         return [
-            row("parallel", self.why_mode, in_plan=True, parallel=self.mode),
-            row("sync", sync, in_plan=True, sync=self.sync.name, sync_table=table),
+            row("parallel", self.why_mode, parallel=self.mode),
+            row("sync", sync, sync=self.sync.name, sync_table=table),
             row(parallel_why=self.why_mode, sync_why=self.why),
         ]
 

@@ -63,10 +63,7 @@ class BatchSize(Described, ABC):
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""
-        text = None
-        if not self.is_constant:
-            text = f"a step has {self.largest:,} at most"
-        return [row("", text, largest_batch=self.largest)]
+        return [row(largest_batch=self.largest)]
 
 
 @final

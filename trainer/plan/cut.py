@@ -148,24 +148,18 @@ class Plan:
         computed = self.num_positions
         return 0.0 if not computed else 1.0 - float(self.lengths.sum()) / computed
 
-    def equation(self, whole: str | None = None) -> str:
-        """Write the global batch, `whole` in words, as what it is cut into.
-
-        For example `512 samples = 1 rank x 8 micro-batches x 64 samples`.
-        """
+    @property
+    def product(self) -> str:
+        """Write what the global batch is cut into: `1 rank x 8 micro-batches x 64 samples`."""
         counts = [len(self.ranks[rank][slot]) for rank, slot in self.slots()]
         low, high, ranks = min(counts), max(counts), plural(len(self.ranks), "rank")
         right = f"{ranks} x {plural(self.accum_steps, 'micro-batch')}"
         if len(self.ranks) * self.accum_steps != len(counts):
             most = f"at most {self.accum_steps} each"
             right = f"{plural(len(counts), 'micro-batch')} over {ranks}, {most}"
-        each, times = plural(low, "sample"), "x"
         if low < high:
-            each = f"{number(low)} to {number(high)} samples"
-        # A product, where it is one: of a batch in words no numbers are multiplied.
-        if low < high or whole is not None:
-            times = "of"
-        return f"{whole or plural(sum(counts), 'sample')} = {right} {times} {each}"
+            return f"{right} of {number(low)} to {number(high)} samples"
+        return f"{right} x {plural(low, 'sample')}"
 
     @property
     def shapes(self) -> list[dict[str, Any]]:
@@ -289,9 +283,7 @@ class Cut(Described, ABC):
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""
-        padded = "padded token" if facts.noun == "token" else facts.noun
-        text = f"{plural(self.hard_cap, padded)} per micro-batch" if self.hard_cap else None
-        return [row("cap", text, max_tokens=self.hard_cap)]
+        return [row(max_tokens=self.hard_cap)]
 
     @abstractmethod
     def smaller(self, plan: Plan) -> Cut | None:

@@ -18,12 +18,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from trainer.core.format import duration, loss, number, percent, plural, shown_path, size
-from trainer.core.rows import Noun, Row, join_parts
+from trainer.core.rows import Noun, Row, RowGroup, join_parts
 from trainer.core.run_folder import RunFolder
 from trainer.report.records import PlanRecord
 
-LABEL_WIDTH = 10
+LABEL_WIDTH = 13  # characters, of `learning rate`
 MAX_SHAPE_ROWS = 12
+COMPUTED = "how it is computed (in full: train plan)"
 
 # A label, and the text beside it
 LabelledLine = tuple[str, str | Text | None]
@@ -37,28 +38,33 @@ def start_block(
     name: str = "",
     resumed_step: int | None = None,
 ) -> RenderableType:
-    """Lay out what is about to happen; `resumed_step` is None in a fresh run."""
-    shown = list[Row]()
-    for row in rows:
-        if not row.in_plan:
-            shown.append(row)
-    shown.append(Row("output", shown_path(folder)))
+    """Lay out what is about to happen; `resumed_step` is None in a fresh run.
+
+    What was asked for comes first, then in short how that is computed.
+    """
+    title = f"train {name}"
     if resumed_step is not None:
-        where = "in the same folder"
+        verb = "goes on"
         if (folder / RunFolder.FORK).is_file():
-            where = "of the run that it was forked from"
-        shown.append(Row("resumed", f"after step {number(resumed_step)}, {where}"))
-    return Group(title_line(f"train {name}"), _grid(shown), _warnings(warnings))
+            verb = "forked"
+        title = f"{title.strip()}: {verb} after step {number(resumed_step)}"
+    asked = [*_lines(rows, "asked"), ("output", shown_path(folder))]
+    blocks = [title_line(title), labelled_lines(asked)]
+    if computed := _lines(rows, "computed"):
+        blocks += [_heading(COMPUTED, "dim"), labelled_lines(computed, "dim")]
+    return Group(*blocks, _warnings(warnings))
 
 
 def plan_block(rows: Sequence[Row], plan: PlanRecord, file: Path) -> RenderableType:
     """Lay out the whole arithmetic of a run: its rows, and the tables of plan.json, at `file`."""
-    # What the start shows comes first
-    shown = sorted(rows, key=lambda row: row.in_plan)
-    tables = [section("micro-batches of step 1", _shapes(plan, file))]
+    blocks = [title_line("plan"), labelled_lines(_lines(rows, "asked"))]
+    blocks += [_heading("how it is computed"), labelled_lines(_lines(rows, "computed"))]
+    blocks += [_heading("in detail"), labelled_lines(_lines(rows, "plan"))]
+    blocks.append(section("micro-batches of step 1", _shapes(plan, file)))
     if plan["candidates"]:
-        tables.append(section("caps weighed", _candidates(plan["candidates"], noun_of(plan))))
-    return Group(title_line("plan"), _grid(shown), *tables, _warnings(plan["warnings"]))
+        table = _candidates(plan["candidates"], noun_of(plan))
+        blocks.append(section("sizes of the largest micro-batch, compared", table))
+    return Group(*blocks, _warnings(plan["warnings"]))
 
 
 def end_block(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row] = ()) -> RenderableType:
@@ -103,7 +109,7 @@ def _shapes(plan: PlanRecord, file: Path) -> RenderableType:
 
 
 def _candidates(candidates: Sequence[PlanRecord], noun: Noun) -> RenderableType:
-    table = plain_table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
+    table = plain_table(f">{noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
         style = ""
         if row["is_chosen"]:
@@ -177,18 +183,32 @@ def section(heading: str, *blocks: RenderableType) -> RenderableType:
     return Padding(Group(Text(heading, "bold"), *blocks), (1, 0, 0, 2), expand=False)
 
 
-def _grid(rows: Iterable[Row]) -> RenderableType:
-    """Lay out the rows of a run; one without a text is left out."""
-    shown = list[LabelledLine]()
+def _heading(text: str, style: str = "") -> RenderableType:
+    """Set a heading over lines that are as far to the right as those above it."""
+    return Padding(Text(text, f"bold {style}"), (1, 0, 0, 2), expand=False)
+
+
+def _lines(rows: Iterable[Row], group: RowGroup) -> list[LabelledLine]:
+    """Give the lines of a group: label and text of every row that has a text."""
+    lines = list[LabelledLine]()
+    label = above = ""
     for row in rows:
-        if row.text is not None:
-            shown.append((row.label, Text(row.text, "dim" * row.is_dim)))
-    return labelled_lines(shown)
+        label = row.label or label
+        if row.text is None or row.group != group:
+            continue
+        shown = label
+        # Where the row that it continues is in another group, its label is said again.
+        if not row.label and label == above:
+            shown = ""
+        lines.append((shown, row.text))
+        above = label
+    return lines
 
 
-def labelled_lines(lines: Iterable[LabelledLine]) -> RenderableType:
+def labelled_lines(lines: Iterable[LabelledLine], style: str = "") -> RenderableType:
     """Lay out labels and texts; a label without text is left out."""
     grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.style = style
     grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in lines:

@@ -68,7 +68,7 @@ def memory_limit(
     reserve = reserve_share(gpu.kind_of(device), left)
     return MemoryLimit(
         bytes=resident_bytes + int(left * (1 - reserve)),
-        source=f"{source}, {reserve:.0%} in reserve",
+        source=f"{source}, {reserve:.0%} kept free",
         reserve=reserve,
         overhead=OVERHEAD[gpu.kind_of(device)],
     )

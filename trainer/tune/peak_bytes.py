@@ -51,7 +51,7 @@ def memory_rows(
         share = "limit unknown"
         if limit:
             share = f"{percent(peak / limit)} of {size(limit)}"
-        text = f"{size(peak)} of tensors predicted, {share}"
+        text = f"{size(peak)} predicted, {share}"
     note = "an estimate for a machine that is not here" if not is_here else None
     if text:
         shown = join_parts(text + " per rank" * (world_size > 1), note)
@@ -59,10 +59,15 @@ def memory_rows(
     for name, count in parts.items():
         if count:
             terms.append(f"{name} {size(count)}")
-    values = {"memory_parts": parts, "memory_note": note}
     return [
-        row("memory", shown, predicted_peak_bytes=peak, memory_limit_bytes=limit),
-        row("peak", " + ".join(terms) or None, in_plan=True, is_dim=True, **values),
+        row(
+            "memory",
+            shown,
+            group="computed",
+            predicted_peak_bytes=peak,
+            memory_limit_bytes=limit,
+        ),
+        row("peak", " + ".join(terms) or None, memory_parts=parts, memory_note=note),
     ]
 
 

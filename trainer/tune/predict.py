@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.accumulate.rollback import Snapshot
-from trainer.config.messages import clip
 from trainer.core.errors import TrainError
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.models.compilation import COMPILED_SHAPES, compile_model
@@ -38,6 +37,10 @@ from trainer.tune.workload import LayOut, Workload, fullest_steps, gradients, re
 PROBE_TOKENS = 128
 # Decomposes operators and chooses what is saved for backward as Inductor does, and fuses nothing
 UNFUSED = "aot_eager_decomp_partition"
+PREDICTED = "memory predicted from shapes alone"
+"""How peaks are known, for a person to read."""
+
+_log = logging.getLogger(__name__)
 
 Predict = Callable[[Shape], MemoryEstimate]
 """Gives the peak of a step by the shape of its largest micro-batch."""
@@ -83,9 +86,8 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     except Exception as error:
         # Fake runs stop with many types (data-dependent, unsupported, assertions, plain
         # RuntimeErrors). A fault of the model's own shows again in the real run that follows.
-        message = next(iter(str(error).splitlines()), "")
-        text = f"cannot run with fake tensors: {type(error).__name__}: {message}"
-        raise CannotRunFake(clip(text)) from error
+        _log.info("cannot run with fake tensors: %r", error)
+        raise CannotRunFake("the model does not run on shapes alone") from error
     finally:
         log.disabled = was_disabled
 
@@ -153,7 +155,7 @@ class Predictor:
     def __init__(self, work: Workload, smallest: Shape, *, recompute: bool = False) -> None:
         self._work, self._smallest, self._recompute = work, smallest, recompute
         self._predict: Predict | None = None
-        self.method = "memory predicted with fake tensors"
+        self.method = PREDICTED
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
         """Predict; once a shape cannot run fake, that and all later ones are probed."""
@@ -166,11 +168,11 @@ class Predictor:
         except CannotRunFake as answer:
             if work.compiled:
                 self._work, self._predict = replace(work, compiled=False), None
-                self.method = f"memory predicted with fake tensors, uncompiled ({answer})"
+                self.method = f"{PREDICTED}, as if uncompiled"
                 return self(shape)
             if is_on_meta(work.model.module):
                 raise
-            self.method = f"memory by real probes of small shapes ({answer})"
+            self.method = f"memory measured on small micro-batches, as {answer}"
             self._predict = probe_peak(work, smallest, recompute=recompute)
         return self._predict(shape)
 
@@ -180,7 +182,7 @@ def _refuse_unseen(work: Workload) -> None:
     module = work.model.module
     is_here = work.model.device.type == "cpu" and not is_on_meta(module)
     if is_here and any(isinstance(part, nn.LSTM) for part in module.modules()):
-        raise CannotRunFake("the kernel of an LSTM on a CPU takes memory that no fake shows")
+        raise CannotRunFake("an LSTM on a CPU takes memory that no shape shows")
 
 
 def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> Predict:

@@ -72,6 +72,7 @@ class Tuning:
     limit_bytes: int  # what tensors may take
     method: str  # how all this is known, for a person to read
     candidates: tuple[Candidate, ...]  # the caps that were considered, ascending
+    choice: str = ""  # in a few words why it is this cap; empty in checkpoints of earlier versions
 
 
 @final

@@ -74,6 +74,7 @@ def tune(
         _refuse(variants[-1])
     cache.save()
     fastest_s = min(min(variant.times.values()) for variant in found)
+    choice, method = _described(best, row, fastest_s)
     candidates = list[Candidate]()
     for variant in variants:
         for each in variant.rows:
@@ -85,7 +86,8 @@ def tune(
         cost=best.cost,
         predicted=predicted,
         limit_bytes=best.limit_bytes,
-        method=_describe_choice(best, row, fastest_s),
+        method=method,
+        choice=choice,
         candidates=tuple(candidates),
     )
 
@@ -342,23 +344,27 @@ class MemoryVariant:
         return sizes, [shape(min(fits, 2 * tiny), tiny), *(shape(middle, n) for n in lengths)]
 
 
-def _describe_choice(best: MemoryVariant, row: Candidate, fastest_s: float) -> str:
-    """Say how the choice is known, for a person to read; `fastest_s` is the best of all steps."""
+def _described(best: MemoryVariant, row: Candidate, fastest_s: float) -> tuple[str, str]:
+    """Say in a few words why it is this cap, and how it is known; `fastest_s` is of all steps."""
     request, slower = best.request, best.times[row.max_tokens] / fastest_s - 1.0
-    how = best.how
+    choice, how = f"fastest of {len(best.rows)} that fit", best.how
+    if not request.timed:
+        choice = "the largest that fits"
+    elif len(best.rows) == 1:
+        choice = "which fits"
+    elif math.isinf(best.scatter):
+        choice, how = "the usual size", f"{how}, too slow to compare sizes"
+    elif slower > NEAR_BEST:
+        choice = "the usual size"
+        how += f", another size was {slower:.0%} faster, within the noise of {best.scatter:.0%}"
     # Under `deterministic` the cap may not depend on timings.
     if request.fixed_cap is not None:
-        how = "not timed: deterministic"
-    if math.isinf(best.scatter) and len(best.rows) > 1:
-        how += ", too slow to compare sizes: the most usual one is taken"
-    elif slower > NEAR_BEST:
-        how += f", {slower:.0%} above the fastest row, which is within the noise of timings"
-        how += f" ({best.scatter:.0%}): of such rows the most usual one is taken"
+        choice, how = "the usual size, untimed", "not timed: deterministic"
     method = [best.facts.method, how, request.limit.source]
     sample_cap = request.single_sample_cap
     if row.max_tokens < sample_cap:
-        method = [f"longer samples, up to {sample_cap:,}, get a micro-batch each", *method]
-    return "; ".join(method)
+        method = [f"longer samples, up to {sample_cap:,}, are each alone in one", *method]
+    return choice, "; ".join(method)
 
 
 def _refuse(variant: MemoryVariant) -> NoReturn:

@@ -89,7 +89,7 @@ def test_a_resumed_run_goes_on_with_the_statistics_that_it_had():
 def test_verify_proves_ghost_and_frozen():
     proven = read_json(go(f"command=verify {GHOST} accum.micro=4").folder / "verify.json")
     assert proven["verdict"] == "exact"
-    assert any("groups of 4 samples (ghost), whatever the cut: norm" in n for n in proven["notes"])
+    assert any("groups of 4 samples, whatever the cut: norm" in n for n in proven["notes"])
     frozen = go(f"command=verify {NET} batchnorm=frozen accum.micro=3")
     assert read_json(frozen.folder / "verify.json")["verdict"] == "exact"
 
@@ -110,7 +110,8 @@ def test_auto_leaves_models_without_batchnorm_alone_and_warns_with_numbers():
     assert "batchnorm=ghost batchnorm.group=3 depends on no cut" in warning
     planned = read_json(go(f"{NET} accum=auto steps=1").folder / "plan.json")
     assert planned["warnings"] == []
-    assert planned["batchnorm"] == "over groups of 8 samples (ghost), whatever the cut"
+    assert planned["batchnorm"] == "over groups of 8 samples, whatever the cut"
+    assert planned["batchnorm_mode"] == "ghost"
 
 
 def test_the_mode_of_the_documentation_has_groups_of_four_in_its_two_pairs(whole, monkeypatch):

@@ -71,5 +71,6 @@ def test_the_batch_stays_below_the_noise_scale_which_is_measured_unasked(capsys)
     capsys.readouterr()
     plan = read_json(go(f"command=plan {line}").folder / "plan.json")
     assert plan["largest_batch"] == 96
-    grows = "grows from 4 to 96 samples at most with the noise scale, asked every 10 steps"
-    assert grows in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "batch 4 samples a step at first, 96 at most" in shown
+    assert "batch grows with the noise scale, asked every 10 steps" in shown

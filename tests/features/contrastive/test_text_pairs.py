@@ -103,8 +103,8 @@ def test_the_step_is_that_of_a_loop_over_the_whole_batch_without_equal_passages_
     before = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).state_dict()
     run = go(f"{LINE} data.holdout=0 model.pooling={pooling} {cut}")
     shown = " ".join(capfd.readouterr().out.split())
-    assert f"contrastive, as {kind}Model is made for embedding, {pooling} pooling" in shown
-    assert "pair (anchor: query, positive: passage), not read: negative" in shown
+    assert f"contrastive, as the model is made for embedding, {pooling} pooling" in shown
+    assert "pair (anchor: query, positive: passage), 1 column not read" in shown
     loss, expected = gradient(pooling)
     after = state(run)
     found = {name: before[name] - after[f"model.{name}"] for name in expected}

@@ -82,7 +82,7 @@ def test_a_model_that_says_nothing_is_judged_by_its_labels():
 
     assert text("causal", Tagger()) == "next_token, as the labels are the tokens themselves"
     assert text("class", Tagger()) == "classify, as the data give one label per sample"
-    why = "as Declared is made for token_classification"
+    why = "as the model is made for token_classification"
     assert text("tags", Declared()) == f"token_classify, {why}"
     for kind in ("tags", "span"):
         with pytest.raises(ConfigError, match="Tagger does not say what it is made for: type obj"):

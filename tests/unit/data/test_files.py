@@ -120,7 +120,7 @@ def test_text_and_hf_read_the_same_of_the_same_file(name, folder):
     assert documents_of(text(packed)) == hf_texts(hf(packed)) == left
     for data in (text(file), hf(file)):
         rows = [each.text for each in data_facts(data).describe_records(None)]
-        assert any("1 without text left out" in row for row in rows) == (name != "a.txt")
+        assert any("1 without text left out" in (row or "") for row in rows) == (name != "a.txt")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -199,7 +199,7 @@ def test_a_table_that_is_not_sound_names_its_line(content, fault, folder):
 
 def passed_over(data: Any) -> str:
     rows = data_facts(data).describe_records(None)
-    (shown,) = [row.text for row in rows if "passed over" in row.text]
+    (shown,) = [row.text for row in rows if "passed over" in (row.text or "")]
     return shown
 
 

@@ -34,10 +34,12 @@ PLAN: dict[str, Any] = {
 }  # fmt: skip
 
 ROWS = [
-    row("batch", "512 samples = 1 rank x 3 micro-batches of 32 to 384 samples"),
-    row("tail", "keep: the last 118 samples of an epoch", in_plan=True),
-    row("cap", "the smallest that reaches 97% of the best throughput " * 3),
-    row("time", None, step_seconds=None),
+    row("batch", "512 samples", group="asked"),
+    row("tail", "keep: the last 118 samples of an epoch"),
+    row("cut", "1 rank x 3 micro-batches of 32 to 384 samples", group="computed"),
+    row("", "the smallest that reaches 97% of the best throughput " * 3),
+    row("time", None, group="computed", step_seconds=None),
+    row("steps", "60 = 1 epoch", group="asked"),
 ]
 
 
@@ -95,18 +97,21 @@ def terminal(monkeypatch):
     os.close(ours)
 
 
-def test_a_plan_shows_its_rows_those_of_the_start_first_and_marks_the_cap_it_chose(monkeypatch):
+def test_the_start_shows_what_was_asked_and_computed_and_a_plan_all_and_the_cap(monkeypatch):
     text = shown(plan_block(ROWS, PLAN, Path("plan.json")), monkeypatch)
     (chosen,) = [line for line in text.splitlines() if "<- chosen" in line]
     assert chosen.split()[:2] == ["8,192", "3"]
     assert "does not fit" in text
     assert "warning: BatchNorm in [net.bn1]: type batchnorm=micro" in text
-    assert text.index("  batch  ") < text.index("  cap  ") < text.index("  tail  ")
+    labels = [line[2:15].strip() for line in text.splitlines()]
+    order = ["batch", "steps", "how it is com", "cut", "in detail", "tail", "cut"]
+    assert [label for label in labels if label in order] == order, "a row that goes on is named"
     assert "time  " not in text
     text = shown(start_block(ROWS, ["odd"], Path("run"), name="mine"), monkeypatch)
-    assert "  tail  " not in text
-    assert "train mine" in text
-    assert "warning: odd" in text
+    title, *lines = text.splitlines()
+    assert title.startswith("train mine ──")
+    labels = [line[2:15].strip() for line in lines]
+    assert labels == [*order[:2], "output", "", order[2], "cut", "", "warning: odd"]
 
 
 def test_the_end_sets_the_loss_beside_each_baseline(monkeypatch):

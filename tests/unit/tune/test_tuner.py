@@ -92,19 +92,19 @@ def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
     found = tune(asked)
     assert fits(asked, found.max_tokens / 1.05)
     assert not fits(asked, found.max_tokens / 0.95 + 1)
-    assert "real probes" in found.method
+    assert "memory measured on small micro-batches" in found.method
 
 
 def test_the_memory_of_shards_that_cannot_run_fake_is_asked_for():
     with torch.device("meta"):
         model = Stubborn()
-    with pytest.raises(ConfigError, match=r"DataDependent.*type accum=budget accum\.max_tokens=N"):
+    with pytest.raises(ConfigError, match=r"on shapes alone; type accum=budget accum\.max"):
         tune(question(model))
 
 
 def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(book):
     there, inputs = predicted(book, Shape(1, 16)), 3 * 2**20
-    source = "accum.memory, 8% in reserve"
+    source = "accum.memory, 8% kept free"
     limit = MemoryLimit(bytes=there, source=source, reserve=0.08, inputs=inputs)
     with pytest.raises(DoesNotFitError) as caught:
         tune(replace(question(longest_id=17), limit=limit), book)
@@ -166,14 +166,16 @@ def test_the_fastest_cap_is_taken_and_of_equal_ones_the_most_usual(rates, cap):
     (row,) = [row for row in found.candidates if row.chosen]
     assert row.max_tokens == found.max_tokens == cap
     assert row.seconds_per_step <= 1.03 * min(each.seconds_per_step for each in found.candidates)
-    assert "above the fastest" not in found.method
+    assert "within the noise" not in found.method
     assert "timed 6 shapes" in found.method
+    assert found.choice == f"fastest of {len(found.candidates)} that fit"
 
 
 def test_a_model_too_slow_for_two_timings_gets_the_usual_cap_and_says_so():
     found = Curve(ODD).tuned(scale=1000, **EVEN)
     assert found.max_tokens == 2048
-    assert "too slow to compare sizes: the most usual one is taken" in found.method
+    assert "too slow to compare sizes" in found.method
+    assert found.choice == "the usual size"
 
 
 def test_a_fixed_cap_is_lowered_by_memory_alone_and_no_clock_is_asked(book):

@@ -21,7 +21,7 @@ from trainer.config.components import SamplesToEvaluate
 from trainer.config.messages import first_of
 from trainer.core.coupling import Coupling
 from trainer.core.format import number, plural
-from trainer.core.rows import Row, row
+from trainer.core.rows import Row, join_parts, row
 from trainer.core.world import World
 from trainer.features.batch_norm.checks import check_layers, check_lone_samples
 from trainer.features.batch_norm.layers import (
@@ -113,11 +113,18 @@ class BatchNormMode(Feature, ABC):
         """See the base class; of a model without BatchNorm there is nothing to say."""
         if not (layers := layers_of(run_plan.run.model.module)):
             return [row(batchnorm=None)]
-        scope = _scope(layers[0].mode, run_plan)
-        text = f"{plural(len(layers), 'layer')}, {scope}"
+        mode = layers[0].mode
+        scope = _scope(mode, run_plan)
+        over, _, more = scope.partition("; ")
+        text = f"{plural(len(layers), 'layer')}, {over}"
         if self.precise:
-            text += f"; for evaluations estimated again over {number(self.precise)} samples"
-        return [row("BatchNorm", text, batchnorm=scope)]
+            again = f"for evaluations estimated again over {number(self.precise)} samples"
+            more = join_parts(more, again) or ""
+        name = type(mode).__name__.lower()
+        return [
+            row("BatchNorm", text, group="computed", batchnorm=scope, batchnorm_mode=name),
+            row("", more or None),
+        ]
 
     def warnings(self, run_plan: RunPlan) -> Sequence[str]:
         """Warn of statistics of micro-batches that nobody has asked for."""

@@ -61,7 +61,7 @@ class Ghost(BatchNormMode):
 
     def scope(self, samples: str, ranks: int) -> str:
         """See the base class."""
-        return f"over groups of {self.group} samples (ghost), whatever the cut"
+        return f"over groups of {self.group} samples, whatever the cut"
 
 
 @final
@@ -82,7 +82,7 @@ class Pooled(BatchNormMode):
 
     def scope(self, samples: str, ranks: int) -> str:
         """See the base class."""
-        text = f"over micro-batches of {samples} samples (pooled)"
+        text = f"over micro-batches of {samples} samples"
         return f"{text}; running statistics over the whole step"
 
 
@@ -108,7 +108,7 @@ class Micro(BatchNormMode):
     def scope(self, samples: str, ranks: int) -> str:
         """See the base class."""
         whose = ", those of rank 0" * (ranks > 1)
-        text = f"over micro-batches of {samples} samples (micro)"
+        text = f"over micro-batches of {samples} samples"
         return f"{text}; each moves the running statistics{whose}"
 
 
@@ -159,9 +159,9 @@ class Sync(BatchNormMode):
     def scope(self, samples: str, ranks: int) -> str:
         """See the base class."""
         if ranks == 1:
-            return f"over micro-batches of {samples} samples (sync on one rank is pooled)"
+            return f"over micro-batches of {samples} samples; on one rank as batchnorm=pooled"
         return (
-            f"over {ranks} micro-batches of {samples} samples, one of each rank (sync); running "
+            f"over {ranks} micro-batches of {samples} samples, one of each rank; running "
             "statistics over the whole step"
         )
 
@@ -183,7 +183,7 @@ class Frozen(BatchNormMode):
 
     def scope(self, samples: str, ranks: int) -> str:
         """See the base class."""
-        return "by the running statistics as they are (frozen), whatever the cut"
+        return "by the running statistics as they are, whatever the cut"
 
 
 @final

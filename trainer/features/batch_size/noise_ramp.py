@@ -99,6 +99,5 @@ class NoiseRamp(NoiseSize):
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""
-        grows = f"grows from {number(super().largest)} to {number(self.max)} {self.unit} at most"
-        text = f"{grows} with the noise scale, asked every {number(self.every)} steps"
+        text = f"grows with the noise scale, asked every {number(self.every)} steps"
         return [row("", text, largest_batch=self.max)]

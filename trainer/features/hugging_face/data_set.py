@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
+from trainer.core.format import plural
 from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.documents import FieldSamples, TextSamples, TwoSides
 from trainer.data.samples import INPUT_IDS, DataFacts, Sample
@@ -211,15 +212,23 @@ class HuggingFaceData(TwoSides):
                 columns.append(column)
             else:
                 columns.append(f"{role}: {column}")
+        count = sum(dropped.values())
         text = join_parts(
             f"{form} ({', '.join(columns)})",
+            count and f"{count:,} left out",
+            unread and f"{plural(len(unread), 'column')} not read",
+        )
+        about = {"data_format": form, "data_columns": known["columns"]}
+        more = join_parts(
             *(f"{count:,} {why} left out" for why, count in dropped.items()),
             others and f"other parts: {', '.join(others)}",
             unread and f"not read: {', '.join(unread)}",
         )
-        about = {"num_dropped": dropped, "unread_columns": unread}
-        shown = row("", text, data_format=form, data_columns=known["columns"], **about)
-        return [shown, *self._source.listing.describe()]
+        return [
+            row("", text, group="asked", **about),
+            row("", more, num_dropped=dropped, unread_columns=unread),
+            *self._source.listing.describe(),
+        ]
 
 
 def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:

@@ -214,16 +214,16 @@ def _pipeline_of(kind: str, pooling: str | None) -> str | None:
 
 def _objective(module: nn.Module, pooling: str | None, fields: Fields) -> tuple[str, str]:
     """Name the objective of a model that is made for a task, and why it is that one."""
-    task, name = task_of(module), type(module).__name__
+    task = task_of(module)
     # It is asked of a model with a task alone.
     assert task is not None
     labels, ids = fields.get("labels"), fields.get("input_ids")
     if TASKS[task].objective == "classify" and (problem := _problem_of(module, labels)) in _NUMBERS:
-        return _NUMBERS[problem], f"as {name} is made for {problem}"
+        return _NUMBERS[problem], f"as the model is made for {problem}"
     are_ids = labels is not None and ids is not None and torch.equal(labels, ids)
     if task == "masked_lm" and labels is not None and not are_ids:
-        return "token_classify", "as the data say by their labels which tokens are hidden"
-    why = f"as {name} is made for {task}"
+        return "token_classify", "as the labels say which tokens are hidden"
+    why = f"as the model is made for {task}"
     if pooling:
         why = f"{why}, {pooling} pooling"
     return TASKS[task].objective, why

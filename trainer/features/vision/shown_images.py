@@ -39,7 +39,7 @@ class ShownImages(Feature):
         labelled = [(each.fields, (each.learned() or "").strip("[]")) for each in samples]
         if not draw_images(labelled, picture):
             return ()
-        return [row("images", shown_path(picture), in_plan=True, shown_images=str(picture))]
+        return [row("images", shown_path(picture), shown_images=str(picture))]
 
     def picture(self, sample: ShownSample) -> bytes | None:
         """See the base class."""
