@@ -176,13 +176,14 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(tmp_path):
     def hang(step: int) -> None:
         if step == 5:
             (tmp_path / "hangs").touch()
-            while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            while signal.getsignal(signal.SIGTERM) is not signals.next_ends:
                 time.sleep(0.01)
             (tmp_path / "ends at the next").touch()
             time.sleep(60)
 
     settings = lab.config()
-    child = lab.fork(lambda: lab.run(settings, tmp_path / "run", after_step=hang).code)
+    work, log = lambda: lab.run(settings, tmp_path / "run", after_step=hang).code, tmp_path / "log"
+    child = lab.fork(work, log)
     wait_for(tmp_path / "hangs", child)
     child.kill(signal.SIGTERM)
     wait_for(tmp_path / "ends at the next", child)
@@ -191,6 +192,8 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(tmp_path):
         child.kill(signal.SIGTERM)
         assert child.wait() == -signal.SIGTERM
         assert took() < AT_ONCE_S
+    said = f"stopped at once; step 4 is saved; go on with: train resume={tmp_path / 'run'}"
+    assert f"train: {said}" in log.read_text()
     assert intact_steps(tmp_path / "run" / "checkpoints") == [2, 4]
     assert lab.go_on(settings, tmp_path / "run").code == 0
 

@@ -90,6 +90,11 @@ def test_evaluations_checkpoints_and_warm_up_count_epochs(capsys):
     assert steps_of(run) == [6, 12, 16]
     lrs = curve(run, "lr")
     assert lrs.index(max(lrs)) + 1 == 12
-    lines = [text for text in capsys.readouterr().out.splitlines() if "lr " in text]
+    screen = capsys.readouterr().out
+    lines = [text for text in screen.splitlines() if "lr " in text]
     shown = [text.split("/")[0].split()[1] for text in lines if text.startswith("step ")]
     assert shown == ["1", "12", "16"]
+    best = min(evaluations(run), key=lambda entry: entry["eval_loss"])
+    found = {"metric": "eval_loss", "value": best["eval_loss"], "step": best["step"]}
+    assert run.result["best"] == found, "though no checkpoint follows it"
+    assert f"  best           eval_loss {found['value']:.4f} at step {found['step']}" in screen

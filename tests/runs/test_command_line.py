@@ -206,8 +206,9 @@ def test_a_command_that_fails_before_its_first_step_leaves_no_folder(tmp_path, c
     # One that fails later says how to go on, and does.
     capsys.readouterr()
     assert shell(f"{OWN_RUN} steps=4 name=late hooks=[net.Exits] checkpoint.every=null") == 1
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("train: after step 1; nothing is saved: begin again with: train resume=")
+    *_, ended, _, last = capsys.readouterr().err.splitlines()
+    assert ended == "train: ended after step 1; nothing is saved"
+    assert last.startswith("train: begin again with: train resume=")
     assert shell(f"resume={last.rpartition('=')[2]} 'trust=[net]' hooks=[]") == 0
 
 
@@ -238,14 +239,14 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(tm
     sweep, rows = table_of(tmp_path)
     of_jobs = [(row["rank"], row["job"], row["state"], row["model._target_"]) for row in rows]
     assert of_jobs == [("1", "1", "completed", "net.Net"), ("", "0", "failed", "net.broken")]
-    assert rows[1]["reason"] == "a fault in the user's own class"
+    assert rows[1]["reason"].startswith("RuntimeError: a fault in the user's own class (net.py:")
     assert "seed" not in rows[0]
     before = (sweep / "1" / "result.json").read_bytes()
     ended = json.loads(before)
     assert "1: model._target_=net.Net" in (sweep / "report.html").read_text()
     assert float(rows[0]["eval_accuracy"]) == ended["metrics"]["accuracy"]
     out = capsys.readouterr().out
-    assert "job 0: a fault in the user's own class" in out
+    assert "job 0: RuntimeError: a fault in the user's own class" in out
     assert "…" not in out, "folded where the terminal is narrow, never cut"
     assert "job 1 of 2: model._target_=net.Net" in out
     assert "job 0: exit code 1\n" in out

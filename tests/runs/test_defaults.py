@@ -45,10 +45,10 @@ def test_the_toys_defaults_are_for_the_toy_alone(line, expected):
 def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(capsys):
     run = train([*PLAIN, "data.size=210"])
     screen = capsys.readouterr().out
-    shown = " ".join(screen.split())
-    assert "defaults optimizer.lr=0.0003, scheduler.warmup=0.03, epochs=1," in shown
-    assert "eval.every=0.1, checkpoint.every=10min" in shown
+    assert "learning rate  0.0003 (default), adamw, " in screen
     plan = read_json(run.folder / "plan.json")
+    assert plan["defaults"][:3] == ["optimizer.lr=0.0003", "scheduler.warmup=0.03", "epochs=1"]
+    assert plan["defaults"][3:] == ["eval.every=0.1", "checkpoint.every=10min"]
     assert (plan["steps"], plan["steps_per_epoch"], plan["warmup_steps"]) == (25, 25, 1)
     assert plan["cadences"] == {"log": 1, "evaluate": 3, "checkpoint": "10min"}
     evaluated = [entry["step"] for entry in entries(run) if "eval_loss" in entry]

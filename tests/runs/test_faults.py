@@ -104,7 +104,8 @@ def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(
     assert f"line {line_of('return self.odd')}" in err
     assert "  with input_ids (" in err
     assert "the whole traceback shows with HYDRA_FULL_ERROR=1" in err
-    assert not Path("run").exists(), "before its first step"
+    assert "train: ended before its first step was done: nothing is saved" in err
+    assert not Path("run").exists()
     assert shell(" ".join(overrides(f"{line} model.passes=10"))) == 1
     err = capsys.readouterr().err
     place = f'own_faults.py", line {line_of("return self.odd")}, in forward\n'
@@ -113,8 +114,11 @@ def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(
     assert "torch/nn" not in err
     assert "torch/nn" in (trace := Path("run/errors/rank0.txt").read_text())
     assert html.escape(trace.splitlines()[-1]) in Path("run/report.html").read_text()
-    *_, end = err.splitlines()
-    assert end == "train: after step 3; step 2 is saved: go on with: train resume=run"
+    assert err.splitlines()[-3:] == [
+        "train: ended after step 3; step 2 is saved",
+        "train: see run/report.html",
+        "train: go on with: train resume=run",
+    ]
     typed = ["model.passes=99", "resume_allow=[model.passes]", "trust=[tests,own_faults]"]
     assert train(["resume=run", *typed]).exit_code == 0
     assert not Path("run/errors").exists(), "of the last time that it failed, and it did not"

@@ -67,9 +67,11 @@ def test_an_update_that_runs_out_of_memory_is_never_tried_again(capsys, monkeypa
     monkeypatch.setattr(Greedy, "step", counted)
     line = f"optimizer._target_={TOYS}.Greedy optimizer.after=2 checkpoint.every=2"
     assert shell(" ".join(overrides(line))) == 5
-    error, end = capsys.readouterr().err.splitlines()
+    error, ended, page, end = capsys.readouterr().err.splitlines()
     assert "in the update of Greedy, which may be half done" in error
-    assert end.startswith("train: after step 2; step 2 is saved: go on with: train resume=")
+    assert ended == "train: ended after step 2; step 2 is saved"
+    assert Path(page.removeprefix("train: see ")).name == "report.html"
+    assert end.startswith("train: go on with: train resume=")
     assert tried[-3:] == [2, 1, 0], "predicting memory steps copies, before"
     assert tried.count(0) == 1
     assert len(steps(only_run())) == 2

@@ -74,6 +74,7 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
         *_cut(run_plan, facts),
         *memory_rows(run_plan.predicted, limit, ranks, is_here=run_plan.is_here),
         *_time(run_plan),
+        *chain.from_iterable(feature.rows(run_plan) for feature in run.features),
         *_epoch(run_plan, facts),
         *chain.from_iterable(part.describe(facts) for part in others),
         row(shapes=run_plan.plans[0].shapes, candidates=candidates),

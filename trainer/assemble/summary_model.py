@@ -48,7 +48,6 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
         row("adapter", adapter, adapter=settings),
         row("weights", begins, init=init, dtypes=dtypes),
         _gradients(run),
-        *chain.from_iterable(each.rows(run_plan) for each in run.features),
     ]
 
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.config.secrets import without_secrets
-from trainer.core.errors import Preempted, TrainError
-from trainer.core.format import at_words, printable_lines
+from trainer.core.errors import GO_ON, Preempted, TrainError
+from trainer.core.format import at_words, printable_lines, shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.core.user_code import excerpt
 from trainer.launch.membership import global_rank
@@ -30,9 +30,14 @@ def print_error(error: TrainError) -> int:
     if isinstance(error, Preempted):
         start = "train"
     if global_rank() == 0 or error.is_own:
+        notes = [*getattr(error, "__notes__", ())]
         for line in str(error).splitlines() or [type(error).__name__]:
-            _print(f"{start}: {line}\n")
-        print_notes(getattr(error, "__notes__", ()))
+            # A command has a line of its own, to be copied.
+            text, go_on, command = line.partition(f": {GO_ON}")
+            _print(f"{start}: {text}\n")
+            if go_on:
+                notes.append(f"{GO_ON}{command}")
+        print_notes(notes)
     return error.exit_code
 
 
@@ -52,7 +57,9 @@ def print_crash(error: Exception, folder: Path | None = None) -> int:
     if os.environ.get("HYDRA_FULL_ERROR") != "1":
         own = excerpt(error)
     _print(f"train: error: {type(error).__name__}: {error}\n{own or ''.join(frames)}")
-    where = f"is in {path}" if is_in_file else "shows with HYDRA_FULL_ERROR=1"
+    where = "shows with HYDRA_FULL_ERROR=1"
+    if path is not None and is_in_file:
+        where = f"is in {shown_path(path)}"
     if is_in_file or own:
         print_notes([f"the whole traceback {where}"])
     print_notes(getattr(error, "__notes__", ()))

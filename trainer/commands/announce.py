@@ -18,6 +18,7 @@ from trainer.core.out_of_memory import peak_bytes
 from trainer.core.rows import Row, record_of
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import totals
+from trainer.report.metrics import least_loss
 from trainer.report.records import PlanRecord
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
@@ -104,6 +105,9 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     if entropies is not None and own and config.data.eval_path is None:
         found = asdict(entropies(own.chosen(0, own.num_samples)))
         simple = {f"byte {name}": value for name, value in found.items()}
+    # By the metric that the run follows, or by what every evaluation gives.
+    followed = opened.best or opened.stopping
+    best = followed.found if followed else least_loss(folder)
     rows = [*chain.from_iterable(each.end_rows(opened, run) for each in run.features)]
     # Patience that is over with the last step ended nothing.
     stopped = opened.no_better if trained.step < run.data.total_steps else None
@@ -113,7 +117,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         **totals(folder / RunFolder.METRICS),
         "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
-        "best": opened.best and opened.best.found,
+        "best": best,
         "stopped": stopped,
         "baselines": simple,
         "peak_bytes": max(peaks),

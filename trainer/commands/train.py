@@ -16,7 +16,7 @@ from trainer.assemble.summary import describe_run
 from trainer.checkpoint.store import CheckpointStore
 from trainer.commands.announce import announce, finish
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import Preempted
+from trainer.core.errors import GO_ON, Preempted
 from trainer.core.rows import record_of
 from trainer.core.world import World
 from trainer.report.run_status import to_go_on
@@ -33,7 +33,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     try:
         _train(config, folder, world, lambda: stop() or time.monotonic() >= end)
     except Preempted as error:
-        text = f"{error}: go on with: {to_go_on(config, folder)}"
+        text = f"{error}: {GO_ON}{to_go_on(config, folder)}"
         if time.monotonic() >= end and not stop():
             text = f"max_time={config.max_time}: {text}"
         _log.info("%s", text)

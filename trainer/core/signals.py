@@ -6,13 +6,15 @@ there. What cannot be handed the flag, reading the data for one, asks `check`.
 
 from __future__ import annotations
 
+import _thread
+import ctypes
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import final
@@ -30,7 +32,7 @@ UNBEGUN = "stopped before the first step"
 
 # With a blank line at its end: a progress bar of two lines is next drawn over the last two.
 STOPPING = b"""
-train: stopping after this step is saved; once more stops now: resume= then takes an older save
+train: stopping as soon as this step is saved; Ctrl-C again stops unsaved
 
 """
 
@@ -44,6 +46,8 @@ class StopFlag:
     """Whether a signal asked the run to stop at the next step boundary."""
 
     is_set: bool = False
+    # Says in a line what is left of a run that a second signal ends
+    last_words: Callable[[], str] = lambda: "stopped at once; nothing more is saved"
 
     def __call__(self) -> bool:
         """Ask it."""
@@ -66,7 +70,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
     if _listening:
         yield _listening[0]
         return
-    flag = StopFlag()
+    flag, pipes = StopFlag(), list[tuple[int, int]]()
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return
@@ -82,8 +86,12 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
             os.write(sys.stderr.fileno(), STOPPING)
         # Until then the same signal, come a second time, does nothing.
         time.sleep(TOGETHER_S)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
         for each in caught():
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, next_ends)
+        pipes.append((signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer))
+        _thread.start_new_thread(_end_at_next, (reader, flag))
 
     before = {each: signal.signal(each, on_signal) for each in caught()}
     _listening.append(flag)
@@ -93,9 +101,40 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
         yield flag
     finally:
         _listening.clear()
+        for former, writer in pipes:
+            signal.set_wakeup_fd(former)
+            os.close(writer)
         for each, handler in before.items():
             # A rank that is done is about to exit, and its supervisor passes signals on.
             signal.signal(each, handler if ends_at_second else signal.SIG_IGN)
+
+
+def next_ends(number: int, frame: FrameType | None) -> None:
+    """Do nothing with a signal, which Python has written into the pipe of `_end_at_next` before."""
+
+
+def _end_at_next(reader: int, flag: StopFlag) -> None:
+    """End the process by the next signal, whatever its main thread waits for, with a line.
+
+    Python calls handlers in the main thread alone, once it computes in Python again.
+    """
+    while found := os.read(reader, 1):
+        number = found[0]
+        # Another signal, or one that a supervisor has taken over.
+        if signal.getsignal(number) is not next_ends:
+            continue
+        # Python lets the main thread alone do this; a third signal then needs nobody.
+        ctypes.CDLL(None).signal(number, None)
+        with suppress(Exception):
+            os.write(2, f"\ntrain: {flag.last_words()}\n".encode())
+        os.kill(os.getpid(), number)
+    os.close(reader)
+
+
+def set_last_words(words: Callable[[], str]) -> None:
+    """Have a line printed where a second signal ends the run."""
+    for flag in _listening:
+        flag.last_words = words
 
 
 def ignore_further() -> None:

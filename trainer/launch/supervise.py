@@ -23,7 +23,7 @@ from typing import final
 from trainer.config.command_words import READING
 from trainer.config.run_config import RunConfig, to_text
 from trainer.core import durable, signals
-from trainer.core.errors import Preempted, RankFailedError
+from trainer.core.errors import GO_ON, Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.run_folder import RunFolder, hold
@@ -94,7 +94,7 @@ def _attempt(
         }
         (records.folder / Records.JOB).write_text(json.dumps(job))
         timeout_s = config.parallel.timeout_s
-        unbegun = f"{signals.UNBEGUN}: go on with: {to_go_on(config, folder)}"
+        unbegun = f"{signals.UNBEGUN}: {GO_ON}{to_go_on(config, folder)}"
         watch = Watch(records=records, timeout_s=timeout_s, unbegun=unbegun, stop=stop)
         try:
             for member in members:

@@ -12,12 +12,12 @@ from trainer.config import consent
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
 from trainer.config.trackers import sends
-from trainer.core import durable, errors
+from trainer.core import durable, errors, signals
 from trainer.core.format import shown_path
 from trainer.core.run_folder import RunFolder, hold
-from trainer.core.user_code import excerpt
+from trainer.core.user_code import described, excerpt
 from trainer.report import journal
-from trainer.report.views import write_views
+from trainer.report.views import views, write_views
 
 # Holds what config.yaml and .hydra are to become
 STAGED = f"{durable.UNFINISHED}records"
@@ -52,13 +52,14 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
     """Write into status.json that a run, held by this process, goes on, and how it ended.
 
     With its traceback and what shows it, where it failed; of one that completed the reporter
-    writes the latter. A note of the error says how to go on.
+    writes the latter. Notes of the error say what is saved, and how to go on.
 
     A resumed run goes on once its records are published: one that is refused stays as it was.
     """
     run = RunFolder(folder)
     if not _files(folder / STAGED):
         run.write_status("running", saved_step(folder))
+    signals.set_last_words(lambda: f"stopped at once; {'; '.join(_saved(config, folder))}")
     try:
         yield
     except BaseException as error:
@@ -66,25 +67,51 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
             keep_traceback(error, folder, 0)
         if isinstance(error, _REFUSALS) and _files(folder / STAGED):
             raise
-        reason = without_secrets(str(error) or type(error).__name__, os.environ).splitlines()[0]
-        code = 1
+        reason, code = described(error), 1
         if isinstance(error, errors.TrainError):
-            code = error.exit_code
+            reason, code = str(error), error.exit_code
         elif isinstance(error, KeyboardInterrupt):
-            code = errors.INTERRUPTED
+            reason, code = "stopped at once, by a second signal", errors.INTERRUPTED
+        reason = without_secrets(reason or type(error).__name__, os.environ).splitlines()[0]
         if isinstance(error, errors.Preempted):
             run.write_status("preempted", saved_step(folder), code, reason)
         else:
-            last = last_step(folder)
-            run.write_status("failed", last, code, reason)
-            if config.command == "train" and has_stepped(folder):
-                how = "nothing is saved: begin again"
-                if saved := saved_step(folder):
-                    how = f"step {saved} is saved: go on"
-                error.add_note(f"after step {last}; {how} with: {to_go_on(config, folder)}")
+            run.write_status("failed", last_step(folder), code, reason)
         write_views(folder)
+        if config.command == "train":
+            for note in _notes(config, folder, error):
+                error.add_note(note)
         raise
     run.write_status("completed", last_step(folder), 0)
+
+
+def _notes(config: RunConfig, folder: Path, error: BaseException) -> Iterator[str]:
+    """Say after which step a run ended, what is saved, what shows it, and how to go on.
+
+    One that was stopped in good order says the first and the last itself.
+    """
+    is_orderly = isinstance(error, errors.Preempted)
+    if not has_stepped(folder):
+        # What a user can act on, such as a mistake, is one line.
+        if not isinstance(error, errors.TrainError):
+            yield "ended before its first step was done: nothing is saved"
+        return
+    kept, how = _saved(config, folder)
+    if not is_orderly:
+        yield f"ended after step {last_step(folder)}; {kept}"
+    for view in views().values():
+        if (folder / view.file).is_file():
+            yield f"see {shown_path(folder / view.file)}"
+    if not is_orderly:
+        yield how
+
+
+def _saved(config: RunConfig, folder: Path) -> tuple[str, str]:
+    """Say what is saved of a run, and how it goes on."""
+    kept, how = "nothing is saved", "begin again with: "
+    if saved := saved_step(folder):
+        kept, how = f"step {saved} is saved", errors.GO_ON
+    return kept, f"{how}{to_go_on(config, folder)}"
 
 
 def trusting(config: RunConfig, run: Path) -> list[str]:

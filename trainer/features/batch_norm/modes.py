@@ -161,7 +161,7 @@ class Sync(BatchNormMode):
         if ranks == 1:
             return f"over micro-batches of {samples} samples; on one rank as batchnorm=pooled"
         return (
-            f"over {ranks} micro-batches of {samples} samples, one of each rank; running "
+            f"over {ranks} micro-batches of {samples} samples, one a rank; running "
             "statistics over the whole step"
         )
 
