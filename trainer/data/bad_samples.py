@@ -56,8 +56,8 @@ def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list
     lengths = [1] * len(dataset)
     first: tuple[int, Sample] | None = None
     most = max(1, int(SKIP_CAP * len(dataset)))
-    label = f"reading {len(dataset)} samples of {dataset.kind} once (data.on_bad=skip)"
-    with dataset.isolated_rng(), progress(label) as advance:
+    label = f"reading {dataset.kind} once (data.on_bad=skip)"
+    with dataset.isolated_rng(), progress(label, len(dataset)) as advance:
         for i in range(len(dataset)):
             try:
                 sample = dataset.read(i, seed=seed, epoch=0)

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
 from trainer.core import signals
 from trainer.core.errors import DataError
 from trainer.core.format import plural
@@ -23,6 +26,8 @@ from trainer.core.run_folder import GRID_FILE, RunFolder
 
 LONG_S = 1.0
 """Seconds of silence that need no explanation."""
+REDRAWN_S = 0.1
+"""Seconds between two looks of a bar."""
 
 OTHER, RUNS = "other file", "run folder"
 """What may be passed over."""
@@ -119,23 +124,62 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[], None]]:
-    """Say on stderr, once, what takes longer than `LONG_S`; only the first rank of a machine does.
+def progress(label: str, total: int = 0, noun: str = "sample") -> Iterator[Callable[[], None]]:
+    """Show on stderr what takes longer than `LONG_S`; only the first rank of a machine does.
 
-    Yields a function to call after each unit of work, such as `indexing the standard library`; it
-    raises `Preempted` once a signal has asked the run to stop.
+    That is a bar on a terminal where there are so many units of work, such as 57 records of
+    `tokenising chat.jsonl`, and one line anywhere else. Yields a function to call after each unit;
+    it raises `Preempted` once a signal has asked the run to stop.
     """
-    due = math.inf
+    due, done, of_all = math.inf, 0, label
     if os.environ.get("LOCAL_RANK", "0") == "0":
         due = time.monotonic() + LONG_S
+    if total:
+        of_all = f"{label}, {plural(total, noun)}"
+    bar: Progress | None = None
 
     def advance() -> None:
-        nonlocal due
+        nonlocal due, done, bar
         signals.check()
-        if time.monotonic() > due:
+        done += 1
+        if time.monotonic() < due:
+            return
+        if bar is None and total:
+            bar = _started_bar(label, total, noun)
+        if bar is not None:
+            due = time.monotonic() + REDRAWN_S
+            bar.update(bar.task_ids[0], completed=done, refresh=True)
+        else:
             due = math.inf
             # Stderr may be a closed pipe
             with suppress(OSError):
-                sys.stderr.write(f"train: {label} ...\n")
+                sys.stderr.write(f"train: {of_all} ...\n")
 
-    yield advance
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _started_bar(label: str, total: int, noun: str) -> Progress | None:
+    """Draw a bar of so many units on the terminal; None where stderr is none."""
+    console = Console(stderr=True)
+    if not (sys.stderr.isatty() and console.is_interactive):
+        return None
+    # No thread draws it: processes may be forked meanwhile.
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed:,} of {task.total:,}", markup=False),
+        TextColumn(f"{noun}s", markup=False),
+        TimeRemainingColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+    )
+    bar.add_task(label, total=total)
+    bar.start()
+    # A killed process cannot show a hidden cursor again.
+    console.show_cursor(show=True)
+    return bar

@@ -66,9 +66,9 @@ def _stdlib_index(root: Path) -> Index:
     modules = sorted(_modules(root))
 
     def build(add: Add) -> tuple[list[str], dict[str, str]]:
-        label = f"indexing the Python standard library, {len(modules)} modules"
+        label = "indexing the Python standard library"
         num_documents, skipped = 0, list[str]()
-        with progress(label) as advance, warnings.catch_warnings():
+        with progress(label, len(modules), "module") as advance, warnings.catch_warnings():
             # Old modules hold escapes and literals that newer parsers warn about.
             warnings.simplefilter("ignore")
             for name in modules:

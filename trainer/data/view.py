@@ -158,8 +158,8 @@ class DataView:
             if len(self) == 0 or num_tokens(self.read(0, seed=0, epoch=0)) is None:
                 return np.broadcast_to(np.int64(1), (len(self),))
             lengths = np.ones(len(self), dtype=np.int64)
-            label = f"measuring {len(self)} samples of {self.kind}, which has no `lengths`"
-            with progress(label) as advance:
+            label = f"measuring {self.kind}, which has no `lengths`"
+            with progress(label, len(self)) as advance:
                 for i in range(len(self)):
                     length = num_tokens(self.read(i, seed=0, epoch=0))
                     if length is None:

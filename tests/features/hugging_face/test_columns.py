@@ -31,7 +31,8 @@ def written(data: Any) -> str:
 
 
 def shown(data: Any) -> str:
-    return str(data.facts().describe_records(None)[0].text)
+    short, rest = data.facts().describe_records(None)
+    return f"{short.text} | {rest.text}"
 
 
 @pytest.mark.parametrize(
@@ -63,13 +64,13 @@ def test_every_other_column_and_key_of_a_message_is_named(tmp_path):
     talk = [{**USER, "id": 3}, {**FIRST, "name": "bot", "thought": "hm"}]
     data = opened(tmp_path, {"idx": 1, "messages": talk, "tools": [{"name": "add"}], "source": "x"})
     assert shown(data) == (
-        "chat (messages, tools), not read: idx, source, tools, messages.id, messages.name, "
-        "messages.thought"
+        "chat (messages, tools), 6 columns not read | not read: idx, source, tools, messages.id, "
+        "messages.name, messages.thought"
     )
     read = opened(tmp_path, {"messages": talk}, "{# m.thought, m.name, id #}" + CHATML)
     assert "not read" not in shown(read)
     text = opened(tmp_path, {"text": "a b", "url": "x"}, task="masked_lm")
-    assert shown(text) == "text (text), not read: url"
+    assert shown(text) == "text (text), 1 column not read | not read: url"
 
 
 def test_a_system_column_is_the_first_message(tmp_path):

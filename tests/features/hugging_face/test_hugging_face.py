@@ -47,7 +47,8 @@ def listed(data: Any) -> list[dict[str, Any]]:
 
 
 def shown(data: Any) -> str:
-    return str(data.facts().describe_records(None)[0].text)
+    short, rest = data.facts().describe_records(None)
+    return f"{short.text} | {rest.text}"
 
 
 def texts_of(data: Any) -> list[str]:
@@ -329,7 +330,8 @@ def test_texts_of_a_pair_are_rows_and_both_count_as_long_as_the_longer_one(tmp_p
     # What is computed for a micro-batch is what is planned: samples times the longest.
     assert fields["input_ids"].shape == (2, 2, 6)
     typed = opened(tmp_path, records, words, "embedding", columns={"anchor": "document"})
-    assert shown(typed) == "pair (anchor: document, positive: document), not read: query"
+    pair = "pair (anchor: document, positive: document), 1 column not read"
+    assert shown(typed) == f"{pair} | not read: query"
 
 
 def test_an_encoder_decoder_learns_a_target(tmp_path, words):

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import pty
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from PIL import Image
 from tests.lib.hf_toys import write_lines
 from tests.lib.support import documents_of
 from trainer.core.errors import DataError
+from trainer.data import files
 from trainer.data.samples import data_facts
 from trainer.data.text import Text
 from trainer.data.tokens import TokenWindows
@@ -232,3 +236,27 @@ def test_a_folder_passes_over_other_files_and_folders_of_runs_and_counts_both(fo
     assert passed_over(images) == f"passed over: 1 .bin file, {runs}"
     # One that is named itself is read.
     assert documents_of(text(sweep)) == ["text", "text"]
+
+
+def test_what_takes_long_is_a_bar_of_its_records_on_a_terminal_and_else_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(files, "LONG_S", 0)
+    for total in (3, 0):
+        with files.progress("reading a.jsonl", total, "record") as advance:
+            advance()
+            advance()
+    expected = ["train: reading a.jsonl, 3 records ...", "train: reading a.jsonl ..."]
+    assert capsys.readouterr().err.splitlines() == expected
+    for name, value in {"TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        with files.progress("reading [a].jsonl", 3, "record") as advance:
+            advance()
+            file.flush()
+            drawn = os.read(ours, 4096).decode()
+        file.flush()
+    os.close(ours)
+    assert "reading [a].jsonl" in drawn
+    assert "━" in drawn
+    assert "1 of 3 records" in drawn

@@ -114,7 +114,9 @@ class RecordSource:
         read_cache_without_network(self.path)
         import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
 
-        if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+        is_shown = sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
+        # A download alone has a bar of the library; what follows has one of ours.
+        if self.kind == "hub" and is_shown:
             datasets.enable_progress_bars()
         else:
             datasets.disable_progress_bars()

@@ -221,9 +221,9 @@ class _Writer:
         """Add the records of a part, and count those that are kept; a bad one is a DataError."""
         records, rows = select(records, most)
         runs = self.runs.setdefault(part, [])
-        count, label = 0, f"tokenising {self._source.path}"
+        count, label = 0, f"tokenising {Path(self._source.path).name}"
         encoded = closing(self._encoder.run(records))
-        with progress(f"{label}, {len(records):,} records") as advance, encoded as found:
+        with progress(label, len(records), "record") as advance, encoded as found:
             for row, each in zip(rows, found, strict=True):
                 advance()
                 if isinstance(each, encode.Encoded):
