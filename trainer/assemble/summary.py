@@ -116,13 +116,14 @@ def _cut(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     """Say what the global batch is cut into, and how large a micro-batch may be."""
     run, plan, how = run_plan.run, run_plan.plans[0], run_plan.how
     counts = {"accum_steps": plan.accum_steps, "micro_batches": plan.num_micro_batches}
-    largest: str | None = None
+    label, largest = "", None
     if run.cut.hard_cap:
         noun = "padded token" if facts.noun == "token" else facts.noun
+        label = "largest"
         largest = f"micro-batch of {plural(run.cut.hard_cap, noun)}, {how}"
     return [
         row("cut", plan.product, group="computed", world_size=run.world.size, **counts),
-        row("largest", largest, group="computed", cap_source=run_plan.details),
+        row(label, largest, group="computed", cap_source=run_plan.details),
         row("", run_plan.details),
         *run.cut.describe(facts),
         row(lockstep=run.layout.lockstep),

@@ -208,7 +208,6 @@ def _lines(rows: Iterable[Row], group: RowGroup) -> list[LabelledLine]:
 def labelled_lines(lines: Iterable[LabelledLine], style: str = "") -> RenderableType:
     """Lay out labels and texts; a label without text is left out."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.style = style
     grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in lines:
@@ -217,7 +216,7 @@ def labelled_lines(lines: Iterable[LabelledLine], style: str = "") -> Renderable
             # Rich would read square brackets in a string as its own markup.
             if isinstance(text, str):
                 row_text = Text(text)
-            grid.add_row(label, row_text)
+            grid.add_row(label, row_text, style=style)
     return Padding(grid, (0, 0, 0, 2), expand=False)
 
 

@@ -144,7 +144,8 @@ def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_pa
         reporter.step(record(step))
     reporter.evaluation(30, {"": {"loss": 4.5}}, 1.0)
     assert "━" in seen()
-    assert "\x1b[" in seen()
+    assert "\x1b[36mbatch " in seen()
+    assert "\x1b[2;36mcut " in seen(), "dim"
     reporter.finish(RESULT, [])
     reporter.close()
     assert "30/60  held out: loss 4.5000" in seen()
