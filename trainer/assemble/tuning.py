@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
@@ -20,6 +21,8 @@ from trainer.tune.request import Tuning, TuningRequest, usual_cap
 from trainer.tune.speed import meter_for
 from trainer.tune.tuner import predict_stated, tune
 from trainer.tune.workload import Workload
+
+_log = logging.getLogger(__name__)
 
 
 def tune_run(
@@ -84,7 +87,9 @@ def predict_sampled(
         raise
     except Exception as error:
         # A fault of the model's own shows again, in full, in the step that follows.
-        warnings.append(clip(f"memory not predicted: {type(error).__name__}: {error}"))
+        _log.info("memory not predicted: %r", error)
+        reason = str(error) or type(error).__name__
+        warnings.append(clip(f"memory not predicted, as a trial of the model failed: {reason}"))
         return None
 
 

@@ -26,14 +26,14 @@ def data_rows(
     cut, num_tokens = train.facts.num_cut, int(train.lengths.sum())
     counts = {OWN_PART: 0, **{part: len(view) for part, view in held_out.items()}}
     names = train.facts.label_names or ()
-    held = list[str]()
+    shares = list[str]()
     for part, count in counts.items():
-        held.append(f"{number(count)} {f'in {part}' if part else 'held out'}")
+        shares.append(f"{number(count)} {f'in {part}' if part else 'held out'}")
     text = join_parts(
         plural(len(train), "sample"),
         facts.noun == "token" and f"{short(num_tokens)} tokens",
         cut and f"{short(cut)} more are left out",
-        *held,
+        *shares,
         names and f"{number(len(names))} classes",
     )
     counted = row(

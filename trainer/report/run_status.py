@@ -96,9 +96,9 @@ def _notes(config: RunConfig, folder: Path, error: BaseException) -> Iterator[st
         if not isinstance(error, errors.TrainError):
             yield "ended before its first step was done: nothing is saved"
         return
-    kept, how = _saved(config, folder)
+    what, how = _saved(config, folder)
     if not is_orderly:
-        yield f"ended after step {last_step(folder)}; {kept}"
+        yield f"ended after step {last_step(folder)}; {what}"
     for view in views().values():
         if (folder / view.file).is_file():
             yield f"see {shown_path(folder / view.file)}"
@@ -108,10 +108,10 @@ def _notes(config: RunConfig, folder: Path, error: BaseException) -> Iterator[st
 
 def _saved(config: RunConfig, folder: Path) -> tuple[str, str]:
     """Say what is saved of a run, and how it goes on."""
-    kept, how = "nothing is saved", "begin again with: "
+    what, how = "nothing is saved", "begin again with: "
     if saved := saved_step(folder):
-        kept, how = f"step {saved} is saved", errors.GO_ON
-    return kept, f"{how}{to_go_on(config, folder)}"
+        what, how = f"step {saved} is saved", errors.GO_ON
+    return what, f"{how}{to_go_on(config, folder)}"
 
 
 def trusting(config: RunConfig, run: Path) -> list[str]:

@@ -353,9 +353,9 @@ def _described(best: MemoryVariant, row: Candidate, fastest_s: float) -> tuple[s
     elif len(best.rows) == 1:
         choice = "which fits"
     elif math.isinf(best.scatter):
-        choice, how = "the usual size", f"{how}, too slow to compare sizes"
+        choice, how = "the usual size, untimed", f"{how}, too slow to compare sizes"
     elif slower > NEAR_BEST:
-        choice = "the usual size"
+        choice = "no size is clearly faster"
         how += f", another size was {slower:.0%} faster, within the noise of {best.scatter:.0%}"
     # Under `deterministic` the cap may not depend on timings.
     if request.fixed_cap is not None:

@@ -43,7 +43,7 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     monkeypatch.setattr("trainer.tune.tuner.Predictor", fail)
     assert planned()["predicted_peak_bytes"] is None
     shown = " ".join("".join(capsys.readouterr()).split())
-    assert "memory not predicted: ValueError: no such shape" in shown
+    assert "memory not predicted, as a trial of the model failed: no such shape" in shown
 
 
 class Tabled(nn.Module):

@@ -43,8 +43,9 @@ def plan(run: SavedRun) -> dict[str, Any]:
         facts.insert(0, f"{number(batch)} {run.plan.get('unit')} a step")
     if (padding := record.get("padding")) is not None:
         facts.append(f"{percent(padding)} padding")
-    if (cap := record.get("max_tokens")) is not None:
-        facts.append(f"cap {number(cap)} {run.noun}s")
+    if (most := record.get("max_tokens")) is not None:
+        noun = "padded token" if run.noun == "token" else run.noun
+        facts.append(f"at most {number(most)} {noun}s in each")
     drawn = list[tuple[str, list[PlanBlock], int]]()
     for rank, own in islice(ranks.items(), MOST_RANKS):
         # Positions for which it waits until the widest is done
