@@ -80,7 +80,7 @@ def test_a_value_that_is_not_finite_anywhere_skips_the_whole_step(variant, is_fu
     assert ended.code == 0, ended
     screen = " ".join(ended.screen.split())
     for number, ids in enumerate(steps):
-        assert f"step {2 * number + 2} updated nothing: not finite" in screen
+        assert f"step {2 * number + 2} changed no weight: not finite" in screen
         assert_skipped(tmp_path / "run", ids, "not finite", 2 * number + 2)
     skipped = [e["step"] for e in lab.logged(tmp_path / "run")["ledger"] if "skipped" in e]
     assert skipped == list(range(2, 2 * len(pairs) + 1, 2))

@@ -17,8 +17,7 @@ from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.rows import Row, record_of
 from trainer.core.run_folder import RunFolder
-from trainer.report.journal import totals
-from trainer.report.metrics import least_loss
+from trainer.report.journal import least_loss, totals
 from trainer.report.records import PlanRecord
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
@@ -107,7 +106,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         simple = {f"byte {name}": value for name, value in found.items()}
     # By the metric that the run follows, or by what every evaluation gives.
     followed = opened.best or opened.stopping
-    best = followed.found if followed else least_loss(folder)
+    best = followed.found if followed else least_loss(folder / RunFolder.METRICS)
     rows = [*chain.from_iterable(each.end_rows(opened, run) for each in run.features)]
     # Patience that is over with the last step ended nothing.
     stopped = opened.no_better if trained.step < run.data.total_steps else None

@@ -32,7 +32,7 @@ UNBEGUN = "stopped before the first step"
 
 # With a blank line at its end: a progress bar of two lines is next drawn over the last two.
 STOPPING = b"""
-train: stopping as soon as this step is saved; Ctrl-C again stops unsaved
+train: stopping once this step is saved; Ctrl-C again stops at once, unsaved
 
 """
 
@@ -46,7 +46,7 @@ class StopFlag:
     """Whether a signal asked the run to stop at the next step boundary."""
 
     is_set: bool = False
-    # Says in a line what is left of a run that a second signal ends
+    # Says what is left of a run that a second signal ends
     last_words: Callable[[], str] = lambda: "stopped at once; nothing more is saved"
 
     def __call__(self) -> bool:
@@ -132,7 +132,7 @@ def _end_at_next(reader: int, flag: StopFlag) -> None:
 
 
 def set_last_words(words: Callable[[], str]) -> None:
-    """Have a line printed where a second signal ends the run."""
+    """Have these words printed where a second signal ends the run."""
     for flag in _listening:
         flag.last_words = words
 

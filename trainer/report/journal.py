@@ -140,6 +140,18 @@ def totals(path: Path) -> dict[str, float | None]:
     }
 
 
+def least_loss(path: Path) -> dict[str, str | float] | None:
+    """Find the evaluation with the least held-out loss; None where none has a loss."""
+    best: dict[str, str | float] | None = None
+    least = math.inf
+    for entry in stream(path):
+        value = entry.get("eval_loss")
+        if is_number(value) and value < least:
+            least = value
+            best = {"metric": "eval_loss", "value": value, "step": entry["step"]}
+    return best
+
+
 @final
 class Follower:
     """Reads what a journal, which may not exist yet, holds and gets."""

@@ -17,9 +17,8 @@ from trainer.core import gpu
 from trainer.core.durable import as_save_error
 from trainer.core.format import named_means
 from trainer.core.run_folder import RunFolder
-from trainer.report.journal import EVAL_SECONDS, Entry, Journal, read, stream, truncate_after
+from trainer.report.journal import EVAL_SECONDS, Entry, Journal, read, truncate_after
 
-LOSS = "eval_loss"
 Means = Mapping[str, Mapping[str, float]]
 """Of an evaluation: by the name of what is held out, then by that of the figure."""
 
@@ -138,16 +137,3 @@ def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
                     mean = float(value)
                 means[name.removeprefix("eval_")] = mean
     return means or None
-
-
-def least_loss(folder: Path) -> dict[str, str | float] | None:
-    """Find the evaluation with the least held-out loss in metrics.jsonl; None where none has it."""
-    losses = list[tuple[float, int]]()
-    for entry in stream(folder / RunFolder.METRICS):
-        value = entry.get(LOSS)
-        if EVAL_SECONDS in entry and isinstance(value, int | float):
-            losses.append((value, entry["step"]))
-    if not losses:
-        return None
-    value, step = min(losses)
-    return {"metric": LOSS, "value": value, "step": step}

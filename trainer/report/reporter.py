@@ -171,7 +171,7 @@ class RunReporter:
         for entry in entries:
             step = entry["step"]
             if "skipped" in entry:
-                self.warn(f"step {step} updated nothing: {entry['skipped']}")
+                self.warn(f"step {step} changed no weight: {entry['skipped']}")
             before, self._epochs = self._epochs, entry["epoch"]
             due = is_due(self._log_every, step, self._steps, before, self._epochs)
             self._screen.step(entry, is_due=due or step in {1, self._steps})

@@ -59,7 +59,7 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
     run = RunFolder(folder)
     if not _files(folder / STAGED):
         run.write_status("running", saved_step(folder))
-    signals.set_last_words(lambda: f"stopped at once; {'; '.join(_saved(config, folder))}")
+    signals.set_last_words(lambda: "stopped at once; " + "\ntrain: ".join(_saved(config, folder)))
     try:
         yield
     except BaseException as error:
