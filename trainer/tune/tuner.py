@@ -347,7 +347,7 @@ class MemoryVariant:
 def _described(best: MemoryVariant, row: Candidate, fastest_s: float) -> tuple[str, str]:
     """Say in a few words why it is this cap, and how it is known; `fastest_s` is of all steps."""
     request, slower = best.request, best.times[row.max_tokens] / fastest_s - 1.0
-    choice, how = f"fastest of {len(best.rows)} that fit", best.how
+    choice, how = f"as fast as any of {len(best.rows)} that fit", best.how
     if not request.timed:
         choice = "the largest that fits"
     elif len(best.rows) == 1:
