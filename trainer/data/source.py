@@ -99,6 +99,13 @@ class SourceSpec:
         train, rest = parts
         split = Split(rule=rule, holdout=asked, seed=self.split_seed, warnings=warnings)
         if not len(rest) or self.holdout == 0:
+            if asked and self.holdout:
+                nothing = (
+                    f"data.holdout={asked:g}: nothing is held out, so nothing is evaluated "
+                    f"({rule}); divide the data into more and smaller pieces, or name other data "
+                    "in eval.sets"
+                )
+                split = replace(split, warnings=(*warnings, nothing))
             return DataSource(train=train, held_out={}, split=split)
         if compares:
             found = world.on_main(lambda: asdict(find_overlap(train, rest)))

@@ -180,6 +180,16 @@ def test_a_share_far_from_the_one_asked_for_is_named():
     )
 
 
+def test_data_too_whole_to_hold_any_of_it_out_are_warned_of_unless_none_is_asked_for():
+    Path("one.txt").write_text("one paragraph of words " * 200)
+    typed = {"data.path": str(Path("one.txt").absolute()), "command": "plan"}
+    _, held_out, split = parts(checked(typed, "data=text"))
+    assert held_out is None
+    (warning,) = split.warnings
+    assert warning.startswith("data.holdout=0.05: nothing is held out, so nothing is evaluated")
+    assert not parts(checked(typed | {"data.holdout": 0}, "data=text"))[2].warnings
+
+
 def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs():
     found = []
     for run, own in ((0, 0), (5, 0), (5, 3)):

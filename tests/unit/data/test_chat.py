@@ -18,7 +18,8 @@ from tests.lib.chats import (
     marked,
 )
 from tests.lib.trl_masks import CASES, STORED, digest
-from trainer.data.chat import encode_completion, normalize_messages
+from trainer.data.chat import encode_completion
+from trainer.data.conversation import normalize_messages
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 
 USER = {"role": "user", "content": "why?"}

@@ -11,8 +11,9 @@ import numpy as np
 
 from trainer.config.components import Overlong
 from trainer.core.micro_batch import IGNORED
-from trainer.data.chat import READ_KEYS, Chat, Message, encode_completion, normalize_messages
+from trainer.data.chat import Chat, encode_completion
 from trainer.data.collate import LABELS
+from trainer.data.conversation import READ_KEYS, Message, normalize_messages
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
 from trainer.features.hugging_face.formats import Format

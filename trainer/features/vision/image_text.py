@@ -17,7 +17,8 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, row
-from trainer.data.chat import encode_completion, normalize_messages
+from trainer.data.chat import encode_completion
+from trainer.data.conversation import normalize_messages
 from trainer.data.lines import fault, json_object, json_records_of, record_place
 from trainer.features.vision.pixels import open_image, processor_pixels
 
