@@ -1,4 +1,4 @@
-"""Divide files into lines, paragraphs and JSON records, in one way for every kind of data.
+"""Divide files into lines, paragraphs, and records of JSON or CSV, in one way for all data.
 
 A line ends with LF or CR LF, whatever else it holds. A byte order mark at the beginning of a file
 is left out. Records come as bytes, each with the number of its first line, from 1.
@@ -6,6 +6,7 @@ is left out. Records come as bytes, each with the number of its first line, from
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from importlib import import_module
@@ -82,7 +83,7 @@ def whole_text_of(file: Path) -> NumberedLines:
 
 def json_records_of(file: Path) -> NumberedLines:
     """Give the lines of a file that are not blank, or the records, by number, of a list in it."""
-    if not _holds_list(file):
+    if not holds_list(file):
         for number, line in lines_of(file):
             if line.strip():
                 yield number, line
@@ -99,7 +100,37 @@ def json_records_of(file: Path) -> NumberedLines:
         yield number, json.dumps(each).encode()
 
 
-def _holds_list(file: Path) -> bool:
+def csv_separator(file: Path) -> str:
+    """Find what parts the cells of CSV: a tab in `.tsv`, else what the first line has most of."""
+    _, head = next(lines_of(file), (1, b""))
+    separators = b"\t" if kind_suffix(file) == ".tsv" else b",;\t"
+    return chr(max(separators, key=head.count))
+
+
+def csv_rows_of(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """Give the cells of CSV as they stand, the head first; blank lines are no rows."""
+    # The limit is the process's; by default it is 128 KiB, less than some texts have.
+    csv.field_size_limit(LONGEST_LINE)
+    texts = (line.decode() for _, line in lines_of(file))
+    found = csv.reader(texts, delimiter=csv_separator(file), strict=True)
+    number, num_names = 1, 0
+    try:
+        for row in found:
+            if len(row) > 1 or "".join(row).strip():
+                num_names = num_names or len(row)
+                if len(row) != num_names:
+                    raise csv.Error(f"{len(row)} cells, and {num_names} names of columns")
+                yield number, row
+            number = found.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"data: {file}:{number}: not CSV ({error})") from error
+    except UnicodeDecodeError as error:
+        place = f"{file}:{found.line_num + 1}"
+        raise DataError(f"data: {place}: {fault(error)[1]}") from error
+
+
+def holds_list(file: Path) -> bool:
+    """Whether the records of a file are those of one list of JSON."""
     if kind_suffix(file) != ".json":
         return False
     with reading(file), open_unpacked(file) as stream:
@@ -108,7 +139,7 @@ def _holds_list(file: Path) -> bool:
 
 def record_place(file: Path, number: int) -> str:
     """Name a record by its line, or by its number in a list."""
-    return f"{file}: record {number}" if _holds_list(file) else f"{file}:{number}"
+    return f"{file}: record {number}" if holds_list(file) else f"{file}:{number}"
 
 
 def json_object(record: bytes) -> dict[str, Any]:

@@ -6,7 +6,6 @@ hold, and one that is bad has a line. Nothing is written beside the files.
 
 from __future__ import annotations
 
-import csv
 import glob
 import hashlib
 import os
@@ -326,28 +325,15 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
 
 
 def _csv_rows(file: Path) -> NumberedRows:
-    """Divide CSV by tabs where it is named `.tsv`, else by what the first line has most of."""
-    # The limit is the process's; by default it is 128 KiB, less than some texts have.
-    csv.field_size_limit(lines.LONGEST_LINE)
-    _, head = next(lines.lines_of(file), (1, b""))
-    separators = b"\t" if lines.kind_suffix(file) == ".tsv" else b",;\t"
-    separator = chr(max(separators, key=head.count))
-    texts = (line.decode() for _, line in lines.lines_of(file))
-    names, number, found = list[str](), 1, csv.reader(texts, delimiter=separator, strict=True)
-    try:
-        for row in found:
-            if not names:
-                names = [name or f"Unnamed: {i}" for i, name in enumerate(row)]
-            elif len(row) > 1 or "".join(row).strip():  # else the line is blank
-                if len(row) != len({*names}):
-                    raise csv.Error(f"{len(row)} cells, and {len({*names})} names of columns")
-                yield number, dict(zip(names, row, strict=True))
-            number = found.line_num + 1
-    except csv.Error as error:
-        raise DataError(f"data: {file}:{number}: not CSV ({error})") from error
-    except UnicodeDecodeError as error:
-        place = f"{file}:{found.line_num + 1}"
-        raise DataError(f"data: {place}: {lines.fault(error)[1]}") from error
+    """Give the rows of CSV by the names of its columns."""
+    rows = lines.csv_rows_of(file)
+    _, head = next(rows, (1, []))
+    names = [name or f"Unnamed: {i}" for i, name in enumerate(head)]
+    if len(names) != len({*names}):
+        twice = max(names, key=names.count)
+        raise DataError(f"data: {file}:1: two columns are named {twice!r}; rename one")
+    for number, row in rows:
+        yield number, dict(zip(names, row, strict=True))
 
 
 def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> NumberedRows:
