@@ -99,6 +99,7 @@ def furnish_workshop() -> None:
     corpus = Path("corpus.jsonl")
     for name in ("a", "b", "web", "code", "other"):
         shutil.copy(corpus, f"{name}.jsonl")
+    shutil.copy("reviews.csv", "new.csv")
     Path("book.txt").write_text("\n\n".join(TEXTS * 3) + "\n")
     for folder in ("web", "books"):
         Path(folder).mkdir()

@@ -72,10 +72,9 @@ def refusal(
     world: World, *, dataset: Any = (), module: nn.Module | None = None, weights: Any = None
 ) -> str:
     """What ranks refuse to begin with; nothing where they do not."""
-    data = SimpleNamespace(loader=SimpleNamespace(dataset=DataView.of(dataset)), held_out={})
-    model = SimpleNamespace(module=module or nn.Module(), weights=weights)
+    loader: Any = SimpleNamespace(dataset=DataView.of(dataset))
     try:
-        check_consistency(world, data, model)
+        check_consistency(world, [loader], module or nn.Module(), weights)
     except TrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""

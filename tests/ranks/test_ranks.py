@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.lib.nightly import nightly, slow
+from tests.lib.predict_toys import lines_of
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import (
     Case,
@@ -238,6 +239,12 @@ def test_every_rank_has_the_predictions_of_one_to_the_bit(ranks, mode):
     expected = predicted(World(), mode, 29)
     assert [line["id"] for line in expected] == list(range(29))
     assert all(found == expected for found in ranks.run(3, predicted, mode, 29))
+
+
+def test_several_ranks_predict_the_records_that_one_does(ranks):
+    expected = lines_of(World())
+    assert [line["id"] for line in expected] == list(range(7))
+    assert all(found == expected for found in ranks.run(3, lines_of))
 
 
 def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks):

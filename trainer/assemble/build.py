@@ -98,7 +98,8 @@ def assemble_on_all(config: RunConfig, world: World, saved: Saved) -> Run:
     end_if_stopped(world, not built)
     (run,) = built
     # Files that differ between machines would train another model on each, without a fault.
-    check_consistency(world, run.data, run.model)
+    loaders = [run.data.loader, *(part.loader for part in run.data.held_out.values())]
+    check_consistency(world, loaders, run.model.module, run.model.weights)
     return run
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.assemble.instantiate import construct, look_up, refuse_unused
 from trainer.config import data_sets
+from trainer.config.command_words import OF_OTHER_DATA
 from trainer.config.components import EVAL_SETS, Component
 from trainer.config.messages import show
 from trainer.config.run_config import FINE_TUNING, RunConfig
@@ -81,11 +82,13 @@ def open_data(
     world: World,
     tokenizer: RunTokenizer | None = None,
     labels: Sequence[str] | None = None,
+    trained_format: Mapping[str, Any] | None = None,
 ) -> DataSource:
     """Open what a run trains and evaluates on, or all samples for an evaluation. Collective.
 
     `tokenizer` is the run's, which data that take one are given. `labels` are the classes that the
-    run has learnt, whose numbers hold in other data that are evaluated.
+    run has learnt, whose numbers hold in other data that are evaluated; `trained_format` says how
+    its records were read.
     """
     # `train` and `plan` show what is found on both sides.
     compares, own = config.command in {"train", "plan"}, config.data
@@ -94,12 +97,13 @@ def open_data(
         path = {**own.params, **data_sets.names_in_path(own.target), "path": own.eval_path}
         others.append((OWN_PART, "data.eval_path", own.model_copy(update={"params": path})))
     others += [(name, f"{EVAL_SETS}.{name}", each) for name, each in config.eval.sets.items()]
-    is_whole = config.evaluates_all
+    is_whole = config.reads_all
     holds_out = not is_whole and own.eval_path is None
     spec = partial(_spec, config, tokenizer)
     opened, warnings = _with_sources(config, own, partial(spec, holds_out=holds_out), world)
     if is_whole:
-        data = spec("data", opened, holds_out=holds_out, labels=labels).open_all(world)
+        spec = partial(spec, labels=labels, trained_format=trained_format)
+        data = spec("data", opened, holds_out=holds_out).open_all(world)
     else:
         data = spec("data", opened, holds_out=holds_out).open(world, compares=compares)
     split = replace(data.split, warnings=(*warnings, *data.split.warnings))
@@ -138,9 +142,11 @@ def _with_sources(
     """
     if (argument := data_sets.sources_argument(data.target)) is None:
         return data, []
-    if config.evaluates_all:
-        text = "all of one data set is evaluated; type data=hf data.path=OTHER"
-        raise ConfigError(f"data.holdout=all: {text}")
+    if config.reads_all:
+        key, text = "data.holdout=all", "all of one data set is evaluated"
+        if config.command in OF_OTHER_DATA:
+            key, text = "data.sources", f"{config.command} reads one data set"
+        raise ConfigError(f"{key}: {text}; type data=hf data.path=OTHER")
     taken = inspect.signature(look_up(data, "data", config.trust)).parameters
     own, shared, spare = _parted(data.params, taken)
     opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
@@ -207,6 +213,7 @@ def _spec(
     *,
     holds_out: bool,
     labels: Any = None,  # noqa: ANN401 - names, whatever holds them
+    trained_format: Mapping[str, Any] | None = None,
 ) -> SourceSpec:
     """Say how the data set of a component is built and parted."""
     target = look_up(data, key, config.trust)
@@ -232,6 +239,10 @@ def _spec(
         "label_names": labels,
         "model_path": source_of_model(config),
     }
+    # Of what cannot be read it says why there is no prediction.
+    is_asked = config.command in OF_OTHER_DATA
+    if is_asked:
+        given |= {"learns": False, "trained_format": trained_format}
     if "task" in taken:
         given |= purpose_of_model(config)
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY
@@ -255,7 +266,7 @@ def _spec(
         is_part=is_typed,
         holdout=share,
         split_seed=split_seed,
-        skips=config.data.on_bad != "stop" and "on_bad" not in taken,
+        skips=config.data.on_bad != "stop" and "on_bad" not in taken and not is_asked,
         seed=config.seed,
     )
 

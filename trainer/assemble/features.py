@@ -115,9 +115,12 @@ class Feature:
         return None
 
     @property
-    def estimates(self) -> bool:
-        """Whether `evaluating` sets buffers from training data, which an export writes, too."""
-        return False
+    def estimates(self) -> str | None:
+        """The setting by which `evaluating` sets buffers from training data; None without one.
+
+        An export writes these buffers, too.
+        """
+        return None
 
     def evaluating(self, model: Parallel, feed: Feed) -> AbstractContextManager[object]:
         """Change the model for an evaluation, inside the block alone. Collective."""

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.config import components
+from trainer.config.command_words import READING
 from trainer.config.data_sets import component_of, source_components
 from trainer.config.messages import clip, show
 from trainer.config.option_files import LIBRARIES, options_of
@@ -156,7 +157,7 @@ def check_components(config: RunConfig) -> None:
     """
     faults: list[str] = []
     waiting = [(path, attrgetter(path)(config), False) for path in components.COMPONENTS]
-    takes_steps = config.command not in {"evaluate", "export"}
+    takes_steps = config.command not in READING
     for key, each in config.listed():
         is_read = key.startswith(("transforms", components.EVAL_SETS))
         if takes_steps or is_read:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
@@ -80,6 +82,45 @@ def choose_objective(
     if type(chosen.objective).prepare is not Objective.prepare:
         loader.prepare_with(chosen.objective.prepare)
     return chosen
+
+
+def trained_objective(
+    config: RunConfig, recorded: Mapping[str, Any], tokenizer: RunTokenizer
+) -> Objective:
+    """Build the objective of a run that is read, by the contract of its checkpoint, `recorded`."""
+    component: components.Component = config.objective
+    params = dict[str, Any]()
+    for key, value in recorded.items():
+        if key.startswith("objective."):
+            params[key.removeprefix("objective.")] = value
+    target = str(params.pop("_target_", None))
+    # One that nobody typed is what it became there.
+    if component.target == components.AUTO_OBJECTIVE:
+        component = components.Component(target=target, params=params)
+    elif component.target != target:
+        text = f"the run has {target.rpartition('.')[2]}; leave it out"
+        raise ConfigError(f"objective={component.label}: {text}")
+    given = tokenizer.given_to(component, "objective")
+    return construct(component, "objective", Objective, config.trust, given)
+
+
+def telling_objective(
+    config: RunConfig,
+    objective: Objective,
+    module: nn.Module,
+    loader: Loader,
+    tokenizer: RunTokenizer,
+) -> Objective:
+    """Put what a model is made for in the place of a loss of its own, which tells nothing else."""
+    if not objective.is_of_model:
+        return objective
+    keys = {"target": components.AUTO_OBJECTIVE, "params": {}, "metrics": ()}
+    auto = config.model_copy(update={"objective": config.objective.model_copy(update=keys)})
+    # A model that does not say it has its loss alone.
+    with suppress(ConfigError):
+        fields = loader.load(loader.longest())
+        objective = fitting_objective(auto, module, fields, tokenizer).objective
+    return objective
 
 
 def fitting_objective(

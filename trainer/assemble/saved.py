@@ -35,6 +35,8 @@ class Terms(SavedFields):
     held_out: str | None = None  # of those that are held out
     # What the model's constructor took from the data
     given: dict[str, Any] = Field(default_factory=dict)
+    # How records are read, for others that are predicted: `name`, and `columns` by role
+    record_format: dict[str, Any] | None = None
     total_steps: StoredCount = 0
     # Layout, number of ranks, and what `sync=auto` took there
     sync: tuple[str, StoredCount, str] | None = None
@@ -151,6 +153,7 @@ def check_terms(run: Run, before: Terms) -> Terms:
         fingerprint=fingerprint,
         held_out=_held_out(run),
         given=dict(run.given),
+        record_format=run.data.train.facts.record_format,
         total_steps=run.data.total_steps,
         sync=sync,
         environment=environment(),

@@ -183,8 +183,8 @@ def _unknown_word(word: str) -> str:
         near = did_you_mean(word, (*_SWITCHES, *_VALUED))
         return clip(f"{word}: unknown flag.{near} Settings are key=value; see train --help")
     near = did_you_mean(word, (*COMMAND_HELP, "--help"))
-    if word in ("predict", "test"):
-        near = " For predictions: train evaluate run=RUN eval.predictions=true."
+    if word in ("test", "infer", "inference"):
+        near = " For predictions: train predict run=RUN data.path=FILE."
     if "." in word:
         near = f" Did you mean {word}=VALUE?"
     return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMAND_HELP)}")

@@ -27,8 +27,8 @@ from trainer.cli.overrides import (
     word_of,
 )
 from trainer.config import consent
-from trainer.config.command_words import READING, text_faults, text_keys
-from trainer.config.messages import clip
+from trainer.config.command_words import OF_OTHER_DATA, READING, text_faults, text_keys
+from trainer.config.messages import clip, lookup
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
@@ -86,6 +86,10 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     """Prepare a run that begins, goes on, forks or is read."""
     named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
     command = word_of(overrides, "command")
+    if command in OF_OTHER_DATA and named is None:
+        # Without one nothing is known of the data that are named.
+        text = "needs a run: type run=RUN, or run=auto for the newest"
+        raise ConfigError(f"run: {command} {text}")
     # `plan run=RUN` and `verify run=RUN` begin where the run is, as with resume=RUN.
     key = "resume"
     if named is not None and command in (*READING, "plan", "verify"):
@@ -104,6 +108,8 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
         # Not as `_place_new` does, for the folder may hold records.
         return replace(_place(job, job.folder), note=job.note + note)
     if key == "run" and command in READING:
+        if command in OF_OTHER_DATA:
+            _refuse_own_data(run, rest)
         job = _check_over(run, rest, composer, key)
         return replace(_place(job, run.path, None), makes_folder=False)
     step = word_of(rest, "step")
@@ -120,6 +126,17 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     job = _check_over(run, rest, composer, key_of_run)
     # These look on a run as well, but from folders of their own.
     return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
+
+
+def _refuse_own_data(run: RunFolder, typed: Sequence[Override]) -> None:
+    """Refuse a command on other data than the run's where none are typed."""
+    has_path = lookup(run.config(), "data.path") is not None
+    for key in map(dotted, typed):
+        # Beside a path, other settings say how it is read.
+        is_other = key.startswith("data.") and not has_path
+        if is_other or key in {"data", "data._target_", "data.path"}:
+            return
+    raise ConfigError(f"data.path: {word_of(typed, 'command')} needs data: type data.path=FILE")
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:

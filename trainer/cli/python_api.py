@@ -24,8 +24,7 @@ from trainer.config.components import COMPONENTS
 from trainer.config.consent import TARGET
 from trainer.config.messages import flat, lookup
 from trainer.config.option_files import options_of
-from trainer.config.run_config import evaluation_file
-from trainer.core.durable import read_json
+from trainer.config.run_config import result_of
 from trainer.core.errors import ConfigError
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import read
@@ -45,7 +44,8 @@ class FinishedRun:
 
     folder: Path
     exit_code: int  # as of the command line
-    result: Mapping[str, Any]  # as in the file that the command writes; empty for export
+    # As in the file that the command writes; of predict `file`, which it wrote; empty for export
+    result: Mapping[str, Any]
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -98,13 +98,10 @@ def train(
     """
     composer = Composer.of(config_dir)
     job = prepare_run(overrides_of(config, composer), composer)
-    code, result = 0, dict[str, Any]()
+    code = 0
     if job.done is None:
         code = start_job(job, composer, is_python=True)
-    files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
-    file = (files | {"evaluate": evaluation_file(job.config)}).get(job.config.command)
-    if file is not None:
-        result = read_json(job.folder / file)
+    result = result_of(job.config, job.folder)
     return FinishedRun(folder=job.folder, exit_code=code, result=result)
 
 

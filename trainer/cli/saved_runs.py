@@ -16,9 +16,10 @@ from hydra.core.override_parser.types import Override
 from trainer.cli.overrides import ConfigGroups, dotted, parse
 from trainer.cli.run_names import called, unknown_run
 from trainer.config import run_config, trackers
-from trainer.config.command_words import READING
+from trainer.config.command_words import OF_OTHER_DATA, READING
 from trainer.config.components import EVAL_SETS
 from trainer.config.consent import acting, refuse_odd_files
+from trainer.config.data_sets import OF_OWN_DATA
 from trainer.config.messages import clip
 from trainer.config.validate import from_plain
 from trainer.core import durable
@@ -178,9 +179,12 @@ def staying(
         if now.get(size) is not None and before.get(size) is None:
             # batch.global gives it.
             gone.add(other)
-    # All of other data is evaluated.
-    if now.get("data.holdout") == "all":
+    # All of other data is read.
+    is_of_others = now.get("command") in OF_OTHER_DATA
+    if is_of_others or now.get("data.holdout") == "all":
         gone |= {"eval.samples", "data.eval_path"}
+        # What chose some of the run's own data chooses none of others.
+        gone.update(OF_OWN_DATA * is_of_others)
         within.append(EVAL_SETS)
     for key, value in now.items():
         if key in groups and (key not in before or value != before[key]):

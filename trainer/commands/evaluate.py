@@ -40,7 +40,7 @@ def open_evaluation(
             "data.holdout=all"
         )
     # Where all are evaluated, no split is asked which samples were trained on.
-    if not config.evaluates_all:
+    if not config.reads_all:
         refuse_changed_data(run, saved.terms)
     run = prepare_on_main(run).run
     context = step_context(run)
@@ -57,7 +57,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     loaded = load_step(folder, config.step, world)
     saved = Saved.read(config, loaded, world)
     terms = saved.terms
-    if config.evaluates_all:
+    if config.reads_all:
         # Data of any size are enough: they are cut and evaluated, and no step is taken.
         batch = config.batch.model_copy(update={"tail": "keep"})
         steps = terms.total_steps or config.steps
@@ -95,7 +95,7 @@ def _described(
             is_own &= before.get(key) == value
     count, most = data.num_samples, len(data.lengths)
     what = f"{name or 'held out'} ({count} samples)"
-    if config.evaluates_all and not name:
+    if config.reads_all and not name:
         whose = f"other data, {show(section.get('path') or section['_target_'])}"
         if is_own:
             whose = "the run's own data, those it trained on among them"

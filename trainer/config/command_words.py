@@ -20,6 +20,11 @@ class ReadingCommand:
     # The key whose value is taken as it is typed, by none of Hydra's grammar; None without one
     text: str | None = None
     reads_data: bool = True
+    # Whether it reads all of other data than the run's, which are typed; it takes no step then
+    reads_other_data: bool = False
+    on_all_ranks: bool = False  # else it runs in one process
+    # Path of the function that gives Python what it wrote, by the config and the run's folder
+    result: str | None = None
 
 
 def _reading_commands() -> dict[str, ReadingCommand]:
@@ -34,6 +39,10 @@ READING_COMMANDS: Mapping[str, ReadingCommand] = _reading_commands()
 
 READING = ("evaluate", "export", *READING_COMMANDS)
 """Commands that read another run and leave its status as it is."""
+OF_OTHER_DATA = frozenset(
+    word for word, command in READING_COMMANDS.items() if command.reads_other_data
+)
+"""Commands that read all of other data than the run's, and take no step."""
 ALL_COMMANDS = ("train", "plan", "verify", *READING)
 
 

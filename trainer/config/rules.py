@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, final
 
 from trainer.config.cards import CARDS
-from trainer.config.command_words import READING, commands_but, text_faults
+from trainer.config.command_words import OF_OTHER_DATA, READING, commands_but, text_faults
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared
 from trainer.config.messages import Tree, flat, line, lookup, refusals
@@ -86,7 +86,9 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     yield from _weight_faults(view)
     yield from _place_faults(view)
     yield from metric_faults(view)
-    yield from _size_faults(view)
+    # No step is taken by others.
+    if view["command"] not in OF_OTHER_DATA:
+        yield from _size_faults(view)
 
 
 def _is_count(value: object) -> bool:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import pkgutil
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
@@ -21,12 +23,13 @@ from pydantic import Field, create_model
 from trainer.config import components, sections
 from trainer.config.amounts import parse_time
 from trainer.config.cards import CardName
-from trainer.config.command_words import ALL_COMMANDS
+from trainer.config.command_words import ALL_COMMANDS, OF_OTHER_DATA, READING_COMMANDS
 from trainer.config.components import COMPONENTS, Component, Count, Natural, NonEmptyText, Section
 from trainer.config.declared import declared
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
+from trainer.core.durable import read_json
 from trainer.core.run_folder import RunFolder
 
 FINE_TUNING = (8, 128, 100)
@@ -108,9 +111,9 @@ class RunConfig(Section):
         return None if self.steps is not None else self.epochs or 1
 
     @property
-    def evaluates_all(self) -> bool:
-        """Whether every sample of the data is evaluated, as those of other data than the run's."""
-        return self.data.params.get("holdout") == "all"
+    def reads_all(self) -> bool:
+        """Whether every sample of the data is read, as those of other data than the run's."""
+        return self.command in OF_OTHER_DATA or self.data.params.get("holdout") == "all"
 
     @property
     def features(self) -> dict[str, Component]:
@@ -292,9 +295,21 @@ def contract(
 
 def evaluation_file(config: RunConfig) -> str:
     """Name what `train evaluate` writes: evaluate.json, or of other data a file of their own."""
-    if not config.evaluates_all:
+    if not config.reads_all:
         return RunFolder.EVALUATION
     return f"evaluate-{config_hash(_plain(config.data))[:8]}.json"
+
+
+def result_of(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Give Python what a command wrote: what its file has, or what its feature says."""
+    files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
+    files["evaluate"] = evaluation_file(config)
+    command, found = READING_COMMANDS.get(config.command), dict[str, Any]()
+    if config.command in files:
+        found = read_json(folder / files[config.command])
+    elif command is not None and command.result is not None:
+        found = pkgutil.resolve_name(command.result)(config, folder)
+    return found
 
 
 def config_hash(terms: Mapping[str, Any]) -> str:
@@ -341,7 +356,10 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     # Weights that are exported are the same under any objective.
     if config.command != "export":
         roots.add("objective")
-    if config.command == "evaluate" and not config.evaluates_all:
+    # Other tokens would mean other words.
+    if config.command in OF_OTHER_DATA:
+        roots.add("tokenizer")
+    if config.command == "evaluate" and not config.reads_all:
         # By these samples are held out.
         roots |= {"data", "tokenizer", "seed"}
     faults, new = list[str](), contract(config)

@@ -133,11 +133,16 @@ def write_file(path: Path, pieces: Iterable[BytesLike]) -> tuple[int, str]:
 
 def write_file_atomic(path: Path, data: BytesLike) -> None:
     """Put a content under a name, which shows the old content or the new one and nothing else."""
+    write_pieces_atomic(path, [data])
+
+
+def write_pieces_atomic(path: Path, pieces: Iterable[BytesLike]) -> None:
+    """Put a content under a name once all of its pieces are there; each is written as it comes."""
     disk, unfinished = _in_use[-1], _unfinished(path)
     try:
-        write_file(unfinished, [data])
+        write_file(unfinished, pieces)
         disk.rename(unfinished, path)
-    except OSError:
+    except BaseException:  # what makes the pieces may raise anything
         discard(unfinished)
         raise
     disk.sync_folder(path.parent)

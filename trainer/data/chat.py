@@ -71,7 +71,7 @@ def encode_completion(
         return ids, counts
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion have to be both text, or both lists of messages")
-    chat = Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
+    chat = Chat(tokenizer, tools_of(tools), chat_template, chat_template_kwargs or {})
     whole = chat.with_arguments([*prompt, *completion])
     if learns_all:
         if any(message.get(MESSAGE_WEIGHT, 1) == 0 for message in completion):
@@ -81,7 +81,7 @@ def encode_completion(
     return chat.encode_answers(whole, first=len(prompt))
 
 
-def _tools(value: Sequence[Any] | str | None) -> list[Any] | None:
+def tools_of(value: Sequence[Any] | str | None) -> list[Any] | None:
     """Read tools; Arrow cannot store objects that differ, so that many files have them as text."""
     tools: Any = value
     if isinstance(value, str):

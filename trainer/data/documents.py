@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
@@ -19,7 +19,7 @@ from trainer.core.errors import DataError
 from trainer.core.rows import Row, RunFacts
 from trainer.data.collate import LABELS
 from trainer.data.index import Index
-from trainer.data.samples import INPUT_IDS, DataFacts
+from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord
 from trainer.data.split import HELD_OUT, TRAIN, held_out_mask
 from trainer.plan.cut import IntArray
 
@@ -208,6 +208,12 @@ class ByteEntropies:
     bigram: float  # knowing the token before
 
 
+def samples_of(documents: IntArray, index: Index) -> Iterator[range]:
+    """Give the samples of each document of an index; `documents`, `(samples,)`, is that of each."""
+    bounds = np.searchsorted(documents, np.arange(len(index.groups) + 1)).tolist()
+    yield from map(range, bounds, bounds[1:])
+
+
 class TwoSides(Dataset[dict[str, Tensor]]):
     """Samples of an index of which some are held out; both sides share all but which are theirs."""
 
@@ -249,6 +255,7 @@ class TwoSides(Dataset[dict[str, Tensor]]):
             skipped=self._index.skipped,
             num_cut=int(self._samples.num_cut[self._sides[self._split]].sum()),
             decode=self.decode,
+            predicted_records=self.predicted_records,
             prompt=self.prompt,
             describe_records=self.describe,
             split_rule=self._split_rule,
@@ -268,6 +275,11 @@ class TwoSides(Dataset[dict[str, Tensor]]):
     def describe(self, _: RunFacts) -> Sequence[Row]:
         """Say what the records are, and how many of them are no samples."""
         return ()
+
+    def predicted_records(self) -> Iterator[DataRecord]:
+        """Give the documents, where none is held out."""
+        for document, samples in enumerate(samples_of(self._samples.documents, self._index)):
+            yield DataRecord(number=document, samples=samples)
 
     def __len__(self) -> int:
         return len(self.original_ids)

@@ -103,7 +103,9 @@ def json_records_of(file: Path) -> NumberedLines:
 def csv_separator(file: Path) -> str:
     """Find what parts the cells of CSV: a tab in `.tsv`, else what the first line has most of."""
     _, head = next(lines_of(file), (1, b""))
-    separators = b"\t" if kind_suffix(file) == ".tsv" else b",;\t"
+    separators = b",;\t"
+    if kind_suffix(file) == ".tsv":
+        separators = b"\t"
     return chr(max(separators, key=head.count))
 
 
@@ -135,6 +137,13 @@ def holds_list(file: Path) -> bool:
         return False
     with reading(file), open_unpacked(file) as stream:
         return bool(stream.read(_BINARY_HEAD).lstrip(_BOM + b" \t\r\n").startswith(b"["))
+
+
+def name_below(file: Path, root: Path) -> str:
+    """Name a file as it is called below the path that was typed, which may be the file itself."""
+    if file == root:
+        return file.name
+    return str(file.relative_to(root))
 
 
 def record_place(file: Path, number: int) -> str:

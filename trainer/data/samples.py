@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, final
 
 import numpy as np
@@ -24,10 +25,29 @@ Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
 PIXEL_VALUES = "pixel_values"
 """What models of a hub call an image, `(channels, height, width)`, and ours too."""
+CHARACTERS = ("first_character", "end_character")
+"""Fields that say of each token which characters of a text it stands for, the first and the one
+behind the last; -1 where it is of another text, or of none."""
 SOURCE = "source:"
 """What the name of a field begins with that marks the samples of a source, or all their tokens, by
 True: the loss of each has a figure in training."""
 KeyArray = npt.NDArray[np.uint64]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DataRecord:
+    """A record of the data as a person counts them, whatever samples it became."""
+
+    number: int  # from 0
+    place: str | None = None  # its file and line, or what else names it
+    # Where its samples are in the data; several where it was divided
+    samples: Sequence[int] = ()
+    why_none: str | None = None  # where it has no sample
+    # What its own classes stand for, as the choices of a question
+    classes: Sequence[str] | None = None
+    # What characters are counted in, as the context of a question
+    text: str | None = None
 
 
 class Samples(Protocol):
@@ -72,12 +92,22 @@ class DataFacts:
     # Of classes that are words, in their order
     label_names: Sequence[str] | None = None
     decode: Callable[[Sequence[int]], str] | None = None  # writes tokens as text
+    # Writes them without special tokens, as a person reads an answer
+    decode_answer: Callable[[Sequence[int]], str] | None = None
+    # Tokens of which each one ends a text that is written
+    answer_ends: Sequence[int] = ()
     # Gives the tokens that a sample of a text begins with, and those of which each one ends it
     prompt: Callable[[str], tuple[Sequence[int], Sequence[int]]] | None = None
     # Names a sample for a message
     name_of: Callable[[int], str] | None = None
     # Rows for the start block: what the records are, and how many of them are no samples
     describe_records: Callable[[RunFacts], Sequence[Row]] = lambda _: ()
+    # What `predict` writes a line for, in the order of the files; None: each sample is a record
+    predicted_records: Callable[[], Iterator[DataRecord]] | None = None
+    # How records are read: `name`, and names of `columns` by role
+    record_format: dict[str, Any] | None = None
+    # The file of CSV whose rows are the records
+    predicted_table: Path | None = None
     # Arguments that do nothing, and why
     unused: Mapping[str, str] = field(default_factory=dict)
     # Records that were bad and left out

@@ -12,9 +12,10 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.rows import Row, RunFacts, row
 from trainer.data import lines
-from trainer.data.documents import ByteDocuments
+from trainer.data.documents import ByteDocuments, samples_of
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import Add, Index, cached_index, refuse_many
+from trainer.data.samples import DataRecord
 from trainer.data.split import HOLDOUT
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
@@ -69,6 +70,7 @@ class Text(ByteDocuments):
         place = expanded(path).absolute()
         with reading(place):
             self._listing = files_at(place, _takes)
+        self._place, self._field = place, field
         index = _text_index(place, self._listing.files, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
@@ -79,6 +81,25 @@ class Text(ByteDocuments):
         if empty:
             rows.append(row("", f"{empty:,} without text left out", num_empty=empty))
         return [*rows, *self._listing.describe()]
+
+    def predicted_records(self) -> Iterator[DataRecord]:
+        """Give all records by file and line, those that are no documents too. Reads the files."""
+        samples = samples_of(self._samples.documents, self._index)
+        records = _records(self._place, self._listing.files, self._field)
+        for number, (file, line, record, document_of) in enumerate(records):
+            own, why_none = range(0), None
+            try:
+                if document_of(record).strip():
+                    own = next(samples)
+                else:
+                    why_none = "without text"
+            except ValueError as error:
+                why_none = lines.fault(error)[1]
+            if not own and why_none is None:
+                why_none = "longer than data.max_length"
+            name = lines.name_below(file, self._place)
+            place = f"{name}{lines.record_place(file, line).removeprefix(str(file))}"
+            yield DataRecord(number=number, place=place, samples=own, why_none=why_none)
 
 
 def _takes(file: Path) -> bool:

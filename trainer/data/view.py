@@ -20,6 +20,7 @@ from trainer.core.world import rng_key
 from trainer.data.files import progress
 from trainer.data.samples import (
     DataFacts,
+    DataRecord,
     Sample,
     Samples,
     as_tensors,
@@ -268,6 +269,18 @@ class DataView:
         if (own := self.facts.name_of) is not None:
             return str(own(int(self.ids(np.array([i]))[0])))
         return f"sample {self.original_ids([i])[0]} of {self.kind}"
+
+    def records(self) -> Iterator[DataRecord]:
+        """Give the records in their order, with those that are no samples; else the samples."""
+        if self._whole is None and (own := self.facts.predicted_records) is not None:
+            yield from own()
+            return
+        for i, number in enumerate(self.original_ids(np.arange(len(self))).tolist()):
+            place = None
+            # Without names of its own a sample has its number.
+            if self.facts.name_of is not None:
+                place = self.name_of(i)
+            yield DataRecord(number=number, place=place, samples=(i,))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from trainer.commands import function_of
-from trainer.config.command_words import READING
+from trainer.config.command_words import OF_OTHER_DATA, READING
 from trainer.config.run_config import RunConfig
 from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
@@ -146,7 +146,9 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
     """Run the command as one rank, recorded elsewhere, and give the exit code."""
     try:
         run = function_of(config.command)
-        return run(config.with_global_batch(world.size), folder, world, stop)
+        if config.command not in OF_OTHER_DATA:
+            config = config.with_global_batch(world.size)
+        return run(config, folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
         raise TrainError(f"{described(error)}: do not exit the process in user code") from error
     except Exception as error:

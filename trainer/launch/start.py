@@ -10,13 +10,17 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from trainer.config.command_words import READING_COMMANDS
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.signals import StopFlag, stop_signals
 from trainer.launch.membership import Membership, membership
 from trainer.launch.supervise import supervise
 
-SEVERAL = ("train", "evaluate")  # commands that run on several ranks, the others in one process
+# Commands that run on several ranks; others run in one process
+SEVERAL = frozenset(
+    ("train", "evaluate", *(w for w, each in READING_COMMANDS.items() if each.on_all_ranks))
+)
 # By which PyTorch's allocator of GPU memory is set; the later names are older
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

@@ -38,6 +38,7 @@ from trainer.core.stateful import STEP_KEYS
 from trainer.data.collate import LABELS
 from trainer.data.samples import without_marks
 from trainer.objectives.by_source import Recorded, figure_of, marks_by_source, source_sums
+from trainer.objectives.text_output import TextOutput
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
@@ -170,6 +171,21 @@ class Objective(Described, ABC):
         """Give label and prediction of each sample of a micro-batch, as predictions.jsonl has them.
 
         `output` is what the model gave. Plain values; none where only the loss tells something.
+        """
+        return ()
+
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Run the model on samples that need no labels, and give what it predicts of each.
+
+        Nothing is padded in the samples. Labels, where they are there, are no part of the answer;
+        of a class for each token they may say by -100 where none is wanted.
+
+        Returns:
+            For each sample plain values by name: `prediction`, classes by their numbers, and
+            `probability` or `probabilities` where there are chances. None at all where only the
+            loss tells something, as for a text.
         """
         return ()
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from trainer.config.components import Share, Weights, Whole
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
+from trainer.data.collate import ATTENTION_MASK, LABELS
 from trainer.objectives.base import (
     ModelCall,
     Objective,
@@ -22,6 +24,7 @@ from trainer.objectives.base import (
     logits_of,
 )
 from trainer.objectives.metrics import statistics_of
+from trainer.objectives.text_output import TextOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,25 @@ class Classify(Objective):
         if labels.dim() == 1:
             return [(label.tolist(), found.tolist()) for label, found in pairs]
         return [(each[each != IGNORED].tolist(), c[each != IGNORED].tolist()) for each, c in pairs]
+
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Give the class of each sample and all chances, or the classes of its tokens or pixels."""
+        logits = at_least_single(logits_from(model, fields)).movedim(self.class_axis, -1)
+        chances = logits.softmax(-1)
+        best, classes = chances.max(-1)
+        found = list[dict[str, Any]]()
+        if classes.dim() == 1:
+            for number, every in zip(classes.tolist(), chances.tolist(), strict=True):
+                line = {"prediction": number, "probability": every[number], "probabilities": every}
+                found.append(line)
+            return found
+        for i, each in enumerate(classes):
+            at = _wanted(fields, i, each)
+            line = {"prediction": each[at].tolist(), "probability": best[i][at].tolist()}
+            found.append(line)
+        return found
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch, in float32 at least.
@@ -105,3 +127,13 @@ class Classify(Objective):
             metrics=metrics,
             statistics=statistics_of(self, logits, labels.flatten()),
         )
+
+
+def _wanted(fields: Fields, sample: int, classes: Tensor) -> Any:  # noqa: ANN401 - an index
+    """Say where in a sample classes are wanted: where labels are, else on all of its tokens."""
+    labels, mask = fields.get(LABELS), fields.get(ATTENTION_MASK)
+    if labels is not None and labels[sample].shape == classes.shape:
+        return labels[sample] != IGNORED
+    if mask is not None and mask[sample].shape == classes.shape:
+        return mask[sample] != 0
+    return ...

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ from torch import Tensor
 from trainer.config.components import NonNegative, Share
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
+from trainer.data.collate import ATTENTION_MASK
+from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import ModelRun
 from trainer.objectives.base import (
     ModelCall,
@@ -26,6 +28,7 @@ from trainer.objectives.base import (
 )
 from trainer.objectives.linear_cross_entropy import linear_cross_entropy
 from trainer.objectives.metrics import add_statistics, statistics_of
+from trainer.objectives.text_output import TextOutput, continued
 
 LEAST_BYTES = 2**23
 """Logits of a micro-batch in fp32 from which on they are computed in chunks: with fewer a CPU is as
@@ -137,6 +140,25 @@ class NextToken(TokenEntropy):
     def targets(self, fields: Fields) -> Tensor:
         """See the base class."""
         return shifted_labels(fields)
+
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Continue samples that have no loss term, as prompts without an answer."""
+        labels = fields.get("labels")
+        if INPUT_IDS not in fields or (labels is not None and (labels != IGNORED).any()):
+            return ()
+
+        def next_logits(ids: Tensor) -> Tensor:
+            given = {**without_labels(fields), INPUT_IDS: ids}
+            if ATTENTION_MASK in fields:
+                given[ATTENTION_MASK] = torch.ones_like(ids)
+            return logits_of(model(given))
+
+        begun, found = fields[INPUT_IDS], list[dict[str, Any]]()
+        for before, tokens in zip(begun.tolist(), continued(next_logits, begun, text), strict=True):
+            found.append({"prediction": text.text_behind(before, tokens)})
+        return found
 
 
 def shifted_labels(fields: Fields) -> Tensor:

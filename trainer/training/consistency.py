@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from torch import nn
 
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.tensors import bits_of
 from trainer.core.world import World
-from trainer.training.data import Data
-from trainer.training.model import Model
+from trainer.data.loader import Loader
+from trainer.models.first_weights import FirstWeights
 
 
-def check_consistency(world: World, data: Data, model: Model) -> None:
+def check_consistency(
+    world: World,
+    loaders: Sequence[Loader],
+    module: nn.Module,
+    weights: FirstWeights | None = None,
+) -> None:
     """Refuse ranks with other classes, samples or models, bit for bit. Collective."""
     if world.long_timeout_group is None:
         return
-    module, loaders = model.module, [data.loader, *(e.loader for e in data.held_out.values())]
     named = list(chain(module.named_parameters(), module.named_buffers()))
     dense = [(n, t) for n, t in named if t.layout == torch.strided and not t.is_meta]
     bits = {name: bits_of(t).cpu().numpy().data for name, t in dense}
     # A gigabyte takes a second.
     values = {name: hashlib.blake2b(b, digest_size=16).hexdigest() for name, b in bits.items()}
-    values |= {name: each.identity() for name, each in (model.weights or {}).items()}
+    values |= {name: each.identity() for name, each in (weights or {}).items()}
     facts = {
         "host": socket.gethostname(),
         "code": OWN_CODE.digests(),

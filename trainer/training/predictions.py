@@ -58,28 +58,34 @@ def _lines(
     model.gather()
     with forward_passes(model, part.loader, requests, world) as loaded:
         for place, loaded_fields in zip(places, loaded, strict=True):
-            weights = weights_of(objective, loaded_fields)
-            fields, call = to_device(loaded_fields, world.device), _Recorder(model.call)
-            losses = sums_of(objective, call, fields, weights).losses
-            means = list[Tensor]()
-            for name, loss in losses.items():
-                if weights[name]:
-                    means.append(loss.double() / weights[name])
+            call = _Recorder(model.call)
+            found = loss_of(objective, call, loaded_fields, world.device)
+            fields = to_device(loaded_fields, world.device)
             label, prediction = next(iter(objective.predictions(call.output, fields)), (None, None))
-            terms = max(weights[name] for name in losses)
-            if terms.is_integer():
-                terms = int(terms)
             line: dict[str, Any] = {"id": int(data.original_ids(place))}
             if (source := data.source_of(place)) is not None:
                 line["source"] = source
             line["label"] = _named(label, names)
             line["prediction"] = _named(prediction, names)
-            line["loss"] = None
-            if means:
-                line["loss"] = float(torch.stack(means).sum())
-            line["terms"] = terms
-            yield line
+            yield line | found
     model.release()
+
+
+def loss_of(
+    objective: Objective, call: ModelCall, loaded: Fields, device: torch.device
+) -> dict[str, Any]:
+    """Give `loss`, the mean over the loss terms of a sample or None, and `terms`, their number."""
+    weights, means = weights_of(objective, loaded), list[Tensor]()
+    losses = sums_of(objective, call, to_device(loaded, device), weights).losses
+    for name, loss in losses.items():
+        if weights[name]:
+            means.append(loss.double() / weights[name])
+    found: dict[str, Any] = {"loss": None, "terms": max(weights[name] for name in losses)}
+    if means:
+        found["loss"] = float(torch.stack(means).sum())
+    if found["terms"].is_integer():
+        found["terms"] = int(found["terms"])
+    return found
 
 
 def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON

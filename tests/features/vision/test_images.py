@@ -205,3 +205,22 @@ def test_a_mixture_refuses_what_it_would_not_change():
     source = MixtureSource(train=DataView(Digits(augment=[Shift()])), held_out=None, weight=1.0)
     with pytest.raises(ConfigError, match=r"data\.sources\.code\.augment: a mixture changes no"):
         Mixture({"code": source})
+
+
+def test_without_classes_every_image_of_a_folder_counts_and_a_broken_one_waits_for_its_turn(
+    tmp_path,
+):
+    write(tmp_path / "b.png")
+    write(tmp_path / "a/c.png")
+    (tmp_path / "a/0.png").write_text("no image")
+    (data,) = ImageFolders(str(tmp_path), size=4, label_names=["x"], learns=False).splits().values()
+    assert [data.name_of(i) for i in range(len(data))] == ["a/0.png", "a/c.png", "b.png"]
+    loader = Loader(data, num_workers=0, seed=0)
+    fields = loader.load(Request(ids=(1, 2), epoch=0, pad_to=1))
+    assert {name: field.shape for name, field in fields.items()} == {"pixel_values": (2, 3, 4, 4)}
+    with pytest.raises(DataError, match=r"a/0\.png: UnidentifiedImageError"):
+        loader.load(Request(ids=(0,), epoch=0, pad_to=1))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/notes.txt").write_text("no image")
+    with pytest.raises(DataError, match="no image of AVIF"):
+        ImageFolders(str(tmp_path / "c"), learns=False)

@@ -42,7 +42,7 @@ NEEDS = {
 
 # What the program passes to a constructor itself, or adds to a cut while it runs.
 GIVEN = {
-    "ImageText": {"tokenizer", "model_path"},
+    "ImageText": {"tokenizer", "model_path", "learns"},
     "ConstantSize": {"global_batch"},
     "NoiseRamp": {"global_batch", "unit"},
     "Ramp": {"global_batch"},
@@ -59,8 +59,10 @@ GIVEN = {
         "label_names",
         "seed",
         "on_bad",
+        "learns",
+        "trained_format",
     },
-    "ImageFolders": {"label_names", "model_path"},
+    "ImageFolders": {"label_names", "model_path", "learns"},
     "Lora": {"others"},
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},

@@ -60,7 +60,7 @@ def _check_precise(precise: int, run: Run) -> None:
     """Refuse an estimate where there is nothing to estimate, or nothing to estimate it from."""
     why = None
     tracked = [each for each in layers_of(run.model.module) if each.running_mean is not None]
-    if run.config.evaluates_all:
+    if run.config.reads_all:
         why = "estimates over the training data of the run, which are not read"
     elif not tracked:
         why = "the model has no BatchNorm with running statistics"

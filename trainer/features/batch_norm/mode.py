@@ -154,9 +154,11 @@ class BatchNormMode(Feature, ABC):
         return [f"BatchNorm normalises {_scope(layers[0].mode, run_plan)}: {first_of(names)}"]
 
     @property
-    def estimates(self) -> bool:
+    def estimates(self) -> str | None:
         """See the base class."""
-        return self.precise is not None
+        if self.precise is None:
+            return None
+        return f"batchnorm.precise={self.precise}"
 
     def evaluating(self, model: Parallel, feed: Feed) -> AbstractContextManager[object]:
         """See the base class."""

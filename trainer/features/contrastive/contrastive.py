@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, final
 
 import torch
@@ -20,6 +21,7 @@ from trainer.core.micro_batch import Fields, output_part
 from trainer.features.contrastive.text_pairs import content_digests, embed
 from trainer.objectives.base import ModelCall, Sums, at_least_single
 from trainer.objectives.coupled import CoupledObjective
+from trainer.objectives.text_output import TextOutput
 
 SIDES = (("query", "document"), ("text_embeds", "image_embeds"))
 """Names of the two embeddings in what a model gives."""
@@ -91,6 +93,30 @@ class Contrastive(CoupledObjective):
         if (digests := content_digests(fields)) is not None:
             rows[DIGESTS] = digests
         return rows
+
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Give the embedding of each sample, of length 1; of samples with two sides both by name.
+
+        Raises:
+            ConfigError: the model gives no embedding.
+        """
+        output = embed(model, fields)
+        sides = dict[str, list[list[float]]]()
+        for name in chain.from_iterable(SIDES):
+            side = output_part(output, name)
+            if isinstance(side, Tensor):
+                sides[name] = F.normalize(at_least_single(side), dim=-1).tolist()
+        if not sides:
+            embeddings_of(output)  # which says what it takes
+        found = list[dict[str, Any]]()
+        for embeddings in zip(*sides.values(), strict=True):
+            prediction: Any = dict(zip(sides, embeddings, strict=True))
+            if len(sides) == 1:
+                (prediction,) = embeddings
+            found.append({"prediction": prediction})
+        return found
 
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
         """See the base class; SigLIP's loss needs a model with scale and bias to learn."""

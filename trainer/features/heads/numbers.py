@@ -21,6 +21,7 @@ from trainer.objectives.base import (
     logits_of,
 )
 from trainer.objectives.metrics import statistics_of
+from trainer.objectives.text_output import TextOutput
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "squared_error": F.mse_loss,
@@ -55,6 +56,21 @@ class Numbers(Objective):
         if self.loss == "binary_cross_entropy":
             found = found.sigmoid()
         return [*zip(_labels(fields).tolist(), found.tolist(), strict=True)]
+
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Give the numbers; under binary cross entropy the labels that are likelier than not."""
+        logits, found = at_least_single(logits_from(model, fields)), list[dict[str, Any]]()
+        if self.loss == "binary_cross_entropy":
+            for each in logits:
+                likely = (each > 0).nonzero().flatten().tolist()
+                found.append({"prediction": likely, "probabilities": each.sigmoid().tolist()})
+            return found
+        # One number stands alone.
+        if logits.shape[-1] == 1:
+            logits = logits.squeeze(-1)
+        return [{"prediction": numbers} for numbers in logits.tolist()]
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch, in float32 at least.

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields, output_part
+from trainer.data.samples import CHARACTERS
 from trainer.objectives.base import ModelCall, Objective, Sums, at_least_single
+from trainer.objectives.text_output import TextOutput
 
 ENDS = ("start", "end")
 
@@ -47,33 +49,67 @@ class QuestionAnswering(Objective):
         labels = torch.stack(_targets(fields), dim=-1)
         return [*zip(labels.tolist(), found.tolist(), strict=True)]
 
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Give the likeliest answer of each sample, empty where the first token stands for none.
+
+        With it come its first character and the one behind its last, where the data say which
+        characters of the context a token stands for.
+        """
+        chances = [logits.softmax(-1) for logits in _end_logits(model, fields)]
+        (begins, ends), found = map(fields.get, CHARACTERS), list[dict[str, Any]]()
+        for i, ids in enumerate(fields["input_ids"]):
+            may_answer = torch.ones_like(ids, dtype=torch.bool)
+            if begins is not None:
+                may_answer = begins[i] >= 0
+            # By its first token and its last, which is not before it.
+            both = torch.outer(chances[0][i], chances[1][i])
+            is_answer = torch.outer(may_answer, may_answer).triu()
+            is_answer[0, 0] = True
+            chance, place = both.masked_fill(~is_answer, -1.0).flatten().max(-1)
+            first, last = divmod(int(place), len(ids))
+            line = {"prediction": "", "probability": float(chance)}
+            if last:
+                line["prediction"] = text.text_behind((), ids[first : last + 1].tolist())
+            if last and begins is not None and ends is not None:
+                line |= {"start": int(begins[i, first]), "end": int(ends[i, last])}
+            found.append(line)
+        return found
+
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch, in float32 at least.
 
         Raises:
             ConfigError: the model gives no `start_logits` and `end_logits`, `(batch, time)`.
         """
-        targets = _targets(fields)
-        inputs = dict(fields)
-        for name in fields:
-            if name.endswith("_positions"):  # with which heads would compute a loss of their own
-                inputs.pop(name)
-        output = model(inputs)
-        losses, hits = {}, []
-        for end, target in zip(ENDS, targets, strict=True):
-            logits = output_part(output, f"{end}_logits")
-            if not isinstance(logits, Tensor) or logits.shape != fields["input_ids"].shape:
-                raise ConfigError(
-                    f"model: forward returned a {type(output).__name__} without {end}_logits of "
-                    f"shape {tuple(fields['input_ids'].shape)}: objective=question_answering needs "
-                    "start_logits and end_logits, (batch, time)"
-                )
-            logits = _without_padding(at_least_single(logits), fields)
+        targets, losses, hits = _targets(fields), {}, []
+        for end, logits, target in zip(ENDS, _end_logits(model, fields), targets, strict=True):
             entropy = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
             # Each is divided by its own count of positions: the loss is the mean of both means.
             losses[end] = entropy / len(ENDS)
             hits.append(logits.argmax(-1) == target)
         return Sums(losses=losses, metrics={"exact_match": (hits[0] & hits[1]).sum()})
+
+
+def _end_logits(model: ModelCall, fields: Fields) -> list[Tensor]:
+    """Run the model; gives the logits of the first and of the last token, `(batch, time)` each."""
+    inputs, shape = dict(fields), tuple(fields["input_ids"].shape)
+    for name in fields:
+        # With positions heads would compute a loss of their own.
+        if name.endswith("_positions") or name in CHARACTERS:
+            inputs.pop(name)
+    output, found = model(inputs), list[Tensor]()
+    for end in ENDS:
+        logits = output_part(output, f"{end}_logits")
+        if not isinstance(logits, Tensor) or logits.shape != shape:
+            raise ConfigError(
+                f"model: forward returned a {type(output).__name__} without {end}_logits of "
+                f"shape {shape}: objective=question_answering needs start_logits and end_logits, "
+                "(batch, time)"
+            )
+        found.append(_without_padding(at_least_single(logits), fields))
+    return found
 
 
 def _without_padding(logits: Tensor, fields: Fields) -> Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import IGNORED, Fields
-from trainer.objectives.base import ModelCall
+from trainer.core.micro_batch import IGNORED, Fields, output_part
+from trainer.data.collate import LABELS
+from trainer.objectives.base import ModelCall, logits_of
 from trainer.objectives.next_token import TokenEntropy, sequences_of
+from trainer.objectives.text_output import TextOutput, continued
 
 DECODER_IDS = "decoder_input_ids"
 
@@ -51,3 +56,26 @@ class Seq2Seq(TokenEntropy):
         # -100 is no token: padding stands for it, as in the own method of such models.
         moved = F.pad(labels[:, :-1], (1, 0), value=start)
         return {**given, DECODER_IDS: moved.masked_fill(moved == IGNORED, pad)}
+
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Write the second sequence of each sample; the first is encoded once, where that can be.
+
+        Raises:
+            ConfigError: the model does not say what a sequence starts with.
+        """
+        first = next(iter(fields.values()))
+        none = torch.full((len(first), 1), IGNORED, device=first.device)
+        given: dict[str, Any] = {**self.inputs(model, {**fields, LABELS: none})}
+
+        def next_logits(ids: Tensor) -> Tensor:
+            output = model({**given, DECODER_IDS: ids})
+            if (encoded := output_part(output, "encoder_last_hidden_state")) is not None:
+                given["encoder_outputs"] = (encoded,)
+            return logits_of(output)
+
+        found = list[dict[str, Any]]()
+        for tokens in continued(next_logits, given[DECODER_IDS][:, :1], text):
+            found.append({"prediction": text.text_behind((), tokens)})
+        return found

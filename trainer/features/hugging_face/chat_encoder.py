@@ -13,7 +13,8 @@ from trainer.config.components import Overlong
 from trainer.core.micro_batch import IGNORED
 from trainer.data.chat import Chat, encode_completion
 from trainer.data.collate import LABELS
-from trainer.data.conversation import READ_KEYS, Message, normalize_messages
+from trainer.data.conversation import ASSISTANT, READ_KEYS, Message, normalize_messages
+from trainer.data.prompts import encode_prompt
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
 from trainer.features.hugging_face.formats import Format
@@ -119,6 +120,35 @@ def answer_fields(
     if not counts[1:].any():
         raise encode.DroppedError("without a loss term")
     return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED)}
+
+
+def prompt_fields(
+    encoder: encode.RecordEncoder, record: encode.RoleValues, options: Mapping[str, Any]
+) -> encode.RecordFields:
+    """Encode what is asked, for the model to answer it; a last answer is no part of it."""
+    is_chat = has_template(encoder.tokenizer, options)
+    if "prompt" in record:
+        prompt = _side(record["prompt"])
+    elif "messages" in record:
+        _, prompt = _parts(record, is_chat=is_chat)
+        while prompt and prompt[-1]["role"] == ASSISTANT:  # type: ignore[index] # a list of messages
+            prompt = prompt[:-1]
+    else:
+        prompt, whole = _parts({**record, "output": _ANSWER}, is_chat=is_chat)
+        if not isinstance(whole, str):
+            prompt = whole[:-1]
+    if not prompt:
+        raise ValueError("it asks nothing")
+    ids = encode_prompt(
+        encoder.tokenizer,
+        prompt,
+        tools=record.get("tools"),
+        chat_template=options["chat_template"],
+        chat_template_kwargs=options["chat_template_kwargs"],
+    )
+    if len(ids) >= encoder.max_length:
+        raise encode.DroppedError(f"{len(ids)} tokens, which leave no room for an answer")
+    return {INPUT_IDS: ids}
 
 
 def _parts(

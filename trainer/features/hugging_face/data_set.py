@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
@@ -17,9 +17,10 @@ from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
 from trainer.core.rows import Row, RunFacts, join_parts, row
-from trainer.data.documents import FieldSamples, TextSamples, TwoSides
-from trainer.data.samples import INPUT_IDS, DataFacts, Sample
+from trainer.data.documents import FieldSamples, TextSamples, TwoSides, samples_of
+from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord, Sample
 from trainer.data.split import HOLDOUT, TRAIN, held_out_mask
+from trainer.features.hugging_face.all_records import all_records
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 from trainer.features.hugging_face.encode import ends_of, pad_token_of
 from trainer.features.hugging_face.records import find_records
@@ -55,7 +56,8 @@ class HuggingFaceData(TwoSides):
 
     The keys of `conf/data/hf.yaml` say what the arguments are. Of the others, `task`,
     `max_positions` and `model_labels` are what the config of the model says; `label_names` are
-    classes in their order, none of them where they are numbers.
+    classes in their order, none of them where they are numbers. Without `learns` no record needs
+    what is learned, all are of one part, and columns are those of `trained_format`.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
@@ -80,6 +82,8 @@ class HuggingFaceData(TwoSides):
         chat_template: components.ExistingPath | None = None,
         chat_template_kwargs: components.TemplateVariables | None = None,
         on_bad: Literal["stop", "skip"] = "stop",
+        learns: bool = True,
+        trained_format: Mapping[str, Any] | None = None,
     ) -> None:
         # Set, it also spares processes that are forked later a warning of the library.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -105,9 +109,13 @@ class HuggingFaceData(TwoSides):
                 "chat_template": template,
                 "chat_template_kwargs": variables,
             },
+            learns=learns,
+            trained_format=trained_format,
         )
         one_part_only = part is not None and holdout == 0
-        self._source = find_records(path, subset, part, one_part_only=one_part_only)
+        self._source = find_records(
+            path, subset, part, one_part_only=one_part_only, parts_files=learns
+        )
         self._unused = dict[str, str]()
         if subset is not None and self._source.kind != "hub":
             why = "is of a name on the hub, and the path is a file or folder"
@@ -115,10 +123,11 @@ class HuggingFaceData(TwoSides):
         self._index = cached_records(self._source, tokenizer, options, skips=on_bad == "skip")
         self._unused |= self._index.facts["unused"]
         self._split, self._samples = TRAIN, self._laid_out(options.task)
+        self._learns = learns
         self._hold_out(self._held_out(holdout, seed))
         self._settings = f"{self._samples.settings}|{self._holdout!r}|{seed}"
         if not len(self):
-            raise DataError(f"data.path={path}: no record is left to train on")
+            raise DataError(f"data.path={path}: no record is left")
 
     def facts(self) -> DataFacts:
         """Add what the cache and the tokenizer know."""
@@ -135,7 +144,10 @@ class HuggingFaceData(TwoSides):
             pad_token_id=pad_token,
             max_length=self._max_length,
             label_names=known.get("label_names"),
+            decode_answer=self.decode_answer,
             name_of=self.name_of,
+            record_format={"name": known["format"], "columns": known["columns"]},
+            predicted_table=self._source.table,
             unused=self._unused,
         )
 
@@ -154,6 +166,9 @@ class HuggingFaceData(TwoSides):
         """Mark the documents that are held out, and say by what rule."""
         counts = self._index.facts["counts"]
         self._holdout = None
+        if not self._learns:
+            self._split_rule = "none is held out"
+            return np.zeros(len(self._index.groups), dtype=np.bool_)
         if len(counts) > 1:
             if holdout not in {0, HOLDOUT}:
                 self._unused["holdout"] = f"is not used where the data have {' and '.join(counts)}"
@@ -187,6 +202,15 @@ class HuggingFaceData(TwoSides):
         """Write tokens as text, special ones too."""
         return str(self._tokenizer.decode(ids))
 
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Write tokens as text, without special ones."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def predicted_records(self) -> Iterator[DataRecord]:
+        """Give all records, those that are no samples too; where labels are not read."""
+        samples = samples_of(self._samples.documents, self._index)
+        return all_records(self._source, self._index.facts, samples)
+
     def prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
         """Write what is asked as the records begin; gives its tokens, and those that end it."""
         return prompt_tokens(self._tokenizer, text, self._index.facts["format"], self._template)
@@ -205,6 +229,9 @@ class HuggingFaceData(TwoSides):
         """Say what the records were recognised as, and what became of the others."""
         known = self._index.facts
         form, dropped = known["format"], known["dropped"]
+        # `predict` has a line for each of them.
+        if not self._learns:
+            dropped = {}
         others, unread = known["other_parts"], known["unread"]
         columns = list[str]()
         for role, column in known["columns"].items():
@@ -213,9 +240,14 @@ class HuggingFaceData(TwoSides):
             else:
                 columns.append(f"{role}: {column}")
         count = sum(dropped.values())
+        # What is left of a longer record has just so many tokens.
+        cut = 0
+        if known["overlong"] == "cut" and not self._learns:
+            cut = int(np.count_nonzero(self._samples.lengths >= self._max_length))
         text = join_parts(
             f"{form} ({', '.join(columns)})",
             count and f"{count:,} left out",
+            cut and f"{cut:,} of data.max_length={self._max_length} tokens, the rest is not read",
             unread and f"{plural(len(unread), 'column')} not read",
         )
         about = {"data_format": form, "data_columns": known["columns"]}

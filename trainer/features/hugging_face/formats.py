@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from trainer.config.components import Task
+from trainer.config.messages import did_you_mean
 from trainer.core.errors import ConfigError, DataError
 from trainer.features.hugging_face.task import TASKS, WORDS
 
@@ -37,14 +38,19 @@ def recognise(
     columns: Collection[str],
     task: Task,
     typed: Mapping[str, str | None] | None = None,
+    *,
+    learns: bool = True,
 ) -> Format:
     """Find the format of records by their columns, for a model that is made for a task.
 
     Columns are `typed` by role in place of the usual ones; None under the name of a column leaves
-    it out. One that nothing reads, and that changes what a record means, is refused.
+    it out. One that nothing reads, and that changes what a record means, is refused. Without
+    `learns` what is learned is not read, and need not be there.
     """
+    if not learns:
+        typed = _without_learned(typed or {}, columns, task)
     readable, named = _typed_roles(typed or {}, columns)
-    if {"chosen", "rejected"} <= {*columns} and not named:
+    if {"chosen", "rejected"} <= {*columns} and not named and learns:
         roles = "{messages: chosen}"
         if "prompt" in columns:
             roles = "{prompt: prompt, completion: chosen}"
@@ -52,8 +58,9 @@ def recognise(
             f"{place}: preference pairs (chosen, rejected) are not trained on; to learn the chosen "
             f"answers alone, type data.columns={roles}"
         )
-    _check_typed(named, columns, task)
-    for name, usual in _usual(task):
+    formats = [*_usual(task, learns=learns)]
+    _check_typed(named, columns, task, formats)
+    for name, usual in formats:
         found = dict[str, str]()
         for role, usual_column in usual.items():
             column = named.get(role, usual_column)
@@ -63,10 +70,9 @@ def recognise(
         # format that is typed says that this is not the one.
         needed = usual.keys() - _optional(name).keys()
         if found.keys() >= needed | named.keys():
-            _refuse_unread(place, name, {*readable} - {*found.values()})
-            unread = [column for column in columns if column not in found.values()]
-            return Format(name, found, unread)
-    wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
+            _refuse_unread(place, name, {*readable} - {*found.values()}, learns=learns)
+            return Format(name, found, _unread(columns, found))
+    wanted = dict.fromkeys(" and ".join(usual) for _, usual in formats)
     if not wanted:
         raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")
     role = next(iter(wanted)).split()[0]
@@ -77,6 +83,57 @@ def recognise(
         f"{' or '.join(wanted)}; say which they are, e.g. "
         f"data.columns={{{role}: {next(iter(columns), 'NAME')}}}"
     )
+
+
+def as_trained(
+    place: str,
+    columns: Collection[str],
+    trained: Mapping[str, Any],
+    typed: Mapping[str, str | None],
+) -> Format:
+    """Find in other records the columns that a run read, but for those of what it learned.
+
+    `trained` has the `name` of the run's format and its `columns`; those that are `typed` by role
+    stand in their place.
+    """
+    name, found = str(trained["name"]), dict[str, str]()
+    learned, optional = _learned(name), _optional(name)
+    roles = dict.fromkeys((*trained["columns"], *optional))
+    for role in learned:
+        roles.pop(role, None)
+    for role in roles:
+        usual = trained["columns"].get(role)
+        column = typed.get(role) or usual
+        if column in columns:
+            found[role] = column
+        elif typed.get(role) not in {None, usual}:
+            raise ConfigError(f"data.columns={{{role}: {column}}}: {_no_column(columns)}")
+        elif role not in optional:
+            near = did_you_mean(str(column), columns)
+            example = near.removeprefix(" Did you mean ").removesuffix("?") or "NAME"
+            raise DataError(
+                f"{place}: the run read {role} from column {column!r}, and there are "
+                f"{', '.join(columns) or 'none'}.{near} Type data.columns={{{role}: {example}}}"
+            )
+    for role, column in typed.items():
+        if column is not None and role not in {*roles, *learned}:
+            text = f"no such role; the run read {', '.join(roles)}"
+            raise ConfigError(f"data.columns={{{role}: {column}}}: {text}")
+    _refuse_unread(place, name, {*columns} - {*found.values(), *typed}, learns=False)
+    return Format(name, found, _unread(columns, found))
+
+
+def _without_learned(
+    typed: Mapping[str, str | None], columns: Collection[str], task: Task
+) -> dict[str, str | None]:
+    """Leave out what a run typed of columns that need not be there any more."""
+    found, learned = dict[str, str | None](), list[str]()
+    for name in TASKS[task].formats:
+        learned += _learned(name)
+    for key, column in typed.items():
+        if key not in learned and (column is not None or key in columns):
+            found[key] = column
+    return found
 
 
 def _typed_roles(
@@ -94,9 +151,17 @@ def _typed_roles(
     return readable, named
 
 
-def _refuse_unread(place: str, name: str, unread: Collection[str]) -> None:
+def _unread(columns: Collection[str], found: Mapping[str, str]) -> list[str]:
+    """List the columns that no role is read from."""
+    return [column for column in columns if column not in found.values()]
+
+
+def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bool) -> None:
     """Refuse a column that nothing reads, and that changes what a record means."""
-    for column in (*_FORMATS[name].get("decisive", ()), *_WEIGHTS):
+    decisive = [*_FORMATS[name].get("asks", ())]
+    if learns:
+        decisive += [*_FORMATS[name].get("decisive", ()), *_WEIGHTS]
+    for column in decisive:
         if column in unread:
             raise DataError(
                 f"{place}: column {column!r} changes what a record means, and is not read "
@@ -105,21 +170,36 @@ def _refuse_unread(place: str, name: str, unread: Collection[str]) -> None:
             )
 
 
+def _learned(name: str) -> Collection[str]:
+    """Name the roles of what is learned."""
+    found: Collection[str] = _FORMATS.get(name, {}).get("learned", ())
+    return found
+
+
 def _optional(name: str) -> Mapping[str, str]:
     """Give the columns that a format uses where they are there, by role."""
     found: Mapping[str, str] = _FORMATS.get(name, {}).get("optional", {})
     return found
 
 
-def _usual(task: Task) -> Iterator[tuple[str, Mapping[str, str]]]:
+def _usual(task: Task, *, learns: bool) -> Iterator[tuple[str, Mapping[str, str]]]:
     for name in TASKS[task].formats:
         for usual in _FORMATS[name]["columns"]:
-            yield name, {**usual, **_optional(name)}
+            every = {**usual, **_optional(name)}
+            if not learns:
+                for role in _learned(name):
+                    every.pop(role, None)
+            yield name, every
 
 
-def _check_typed(typed: Mapping[str, str], columns: Collection[str], task: Task) -> None:
+def _check_typed(
+    typed: Mapping[str, str],
+    columns: Collection[str],
+    task: Task,
+    formats: Sequence[tuple[str, Mapping[str, str]]],
+) -> None:
     roles = dict[str, None]()
-    for _, usual in _usual(task):
+    for _, usual in formats:
         roles |= dict.fromkeys(usual)
     for role, column in typed.items():
         text = f"data.columns={{{role}: {column}}}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.core.micro_batch import IGNORED
 from trainer.data.collate import ATTENTION_MASK, LABELS
-from trainer.data.samples import INPUT_IDS
+from trainer.data.samples import CHARACTERS, INPUT_IDS
 from trainer.features.hugging_face.encode import (
     DroppedError,
     RecordEncoder,
@@ -151,18 +151,22 @@ def read_labels(records: Iterator[Mapping[str, Any] | ValueError], column: str) 
             yield value
 
 
-def label_fields(encoder: RecordEncoder, record: RoleValues, labels: Labels) -> RecordFields:
-    """Encode a text, or a pair, with its label."""
+def label_fields(
+    encoder: RecordEncoder, record: RoleValues, labels: Labels | None = None
+) -> RecordFields:
+    """Encode a text, or a pair, with its label where labels are known."""
     texts = [text_of(record, "text")]
     if "text_pair" in record:
         texts.append(text_of(record, "text_pair"))
-    label = labels.number(record["label"])
+    label = dict[str, int | float]()
+    if labels is not None:
+        label[LABELS] = labels.number(record["label"])
     found = encoder.tokenize(*texts)
     fields: dict[str, Any] = {INPUT_IDS: found[INPUT_IDS]}
     # Of a single text they are all 0, as a model that gets none takes them.
     if len(texts) > 1 and TYPE_IDS in found:
         fields[TYPE_IDS] = found[TYPE_IDS]
-    return {**fields, LABELS: label}
+    return fields | label
 
 
 def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
@@ -172,15 +176,27 @@ def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the to
 
 
 def tag_fields(
-    encoder: RecordEncoder, record: RoleValues, labels: Labels, space: str
+    encoder: RecordEncoder, record: RoleValues, labels: Labels | None, space: str
 ) -> RecordFields:
-    """Encode words with a tag each; special tokens and later pieces of a word have none."""
-    words, tags = record["tokens"], record["tags"]
-    if not (isinstance(words, list) and isinstance(tags, list)) or len(words) != len(tags):
-        raise ValueError("tokens and tags are not two lists of one length")
+    """Encode words with a tag each; special tokens and later pieces of a word have none.
+
+    Where no labels are known the tag 0 says that one is wanted.
+    """
+    words = record["tokens"]
+    numbers: list[int | float] = []
+    if labels is None:
+        if isinstance(words, str):
+            words = words.split()
+        if not isinstance(words, list):
+            raise ValueError("its tokens are neither a list nor a text of words")
+        numbers = [0] * len(words)
+    else:
+        tags = record["tags"]
+        if not (isinstance(words, list) and isinstance(tags, list)) or len(words) != len(tags):
+            raise ValueError("tokens and tags are not two lists of one length")
+        numbers = [labels.number(tag) for tag in tags]
     if not words:
         raise DroppedError("without words")
-    numbers = [labels.number(tag) for tag in tags]
     found = encoder.tokenize([space + word for word in words], is_split_into_words=True)
     of_tokens, before = [], None
     for word in found.word_ids():
@@ -195,7 +211,9 @@ def tag_fields(
 def span_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a question, a context, and where in its tokens the answer is; 0 is for none."""
     question, context = text_of(record, "question"), text_of(record, "context")
-    span = _answer(record["answers"], context)
+    span, is_asked = None, "answers" not in record
+    if not is_asked:
+        span = _answer(record["answers"], context)
     found = encoder.tokenize(
         question, context, truncation="only_second", return_offsets_mapping=True
     )
@@ -206,7 +224,21 @@ def span_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     fields: dict[str, Any] = {INPUT_IDS: found[INPUT_IDS]}
     if TYPE_IDS in found:
         fields[TYPE_IDS] = found[TYPE_IDS]
+    if is_asked:
+        return {**fields, **_characters(found)}
     return {**fields, "start_positions": begin, "end_positions": end}
+
+
+def _characters(found: Any) -> RecordFields:  # noqa: ANN401 - a BatchEncoding
+    """Say which characters of the context each token stands for."""
+    begins, ends = list[int](), list[int]()
+    for part, (begin, end) in zip(found.sequence_ids(), found["offset_mapping"], strict=True):
+        # 0 is the question, and special tokens stand for nothing.
+        if part != 1 or begin == end:
+            begin, end = -1, -1  # noqa: PLW2901
+        begins.append(begin)
+        ends.append(end)
+    return dict(zip(CHARACTERS, (begins, ends), strict=True))
 
 
 def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) -> RecordFields:
@@ -216,15 +248,21 @@ def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) 
         raise ValueError(f"{len(choices)} choices, and the first record has {num_choices}")
     if isinstance(label, str):
         label = number_in(label)
-    if not isinstance(label, int) or not 0 <= label < len(choices):
+    is_asked = record.keys().isdisjoint(("label", "answer"))
+    if not is_asked and (not isinstance(label, int) or not 0 <= label < len(choices)):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
     found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)
-    return {**_rows(found, pad_token_of(encoder.tokenizer)), LABELS: label}
+    fields: dict[str, Any] = {**_rows(found, pad_token_of(encoder.tokenizer))}
+    if not is_asked:
+        fields[LABELS] = label
+    return fields
 
 
 def pair_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
-    """Encode two texts that are to be near each other, as a row each."""
-    texts = [text_of(record, role) for role in ("anchor", "positive")]
+    """Encode two texts that are to be near each other, as a row each; or the first alone."""
+    texts = [text_of(record, "anchor")]
+    if "positive" in record:
+        texts.append(text_of(record, "positive"))
     found = encoder.tokenize(texts, return_attention_mask=True)
     if not all(found[INPUT_IDS]):
         raise ValueError("one of its texts has no tokens")
@@ -237,6 +275,8 @@ def pair_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
 def target_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a source and a target, whose ids are the labels of an encoder-decoder."""
     source = encoder.tokenize(text_of(record, "source"))
+    if "target" not in record:
+        return {INPUT_IDS: source[INPUT_IDS]}
     target = encoder.tokenize(text_target=text_of(record, "target"))
     return {INPUT_IDS: source[INPUT_IDS], LABELS: target[INPUT_IDS]}
 
@@ -292,8 +332,8 @@ def choices_of(record: RoleValues) -> tuple[str, list[str], Any]:
     if "sent1" in record:
         begin = record["sent2"] or ""
         endings = [f"{begin} {record[f'ending{i}']}" for i in range(4)]
-        return record["sent1"], endings, record["label"]
-    choices, answer = record["choices"], record["answer"]
+        return record["sent1"], endings, record.get("label")
+    choices, answer = record["choices"], record.get("answer")
     letters = [*"ABCDEFGHIJ"]
     if isinstance(choices, Mapping):
         letters, choices = choices["label"], choices["text"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, final
 
@@ -136,6 +136,25 @@ class RecordSource:
             tables[part] = read_table(files, self.kind, scratch / f"{part}.rows")
         return tables
 
+    @property
+    def table(self) -> Path | None:
+        """Name the file of CSV that all records are rows of; None where there is none."""
+        files = [*chain.from_iterable(self.files.values())]
+        return files[0] if self.kind == "csv" and len(files) == 1 else None
+
+    def places(self, part: str) -> Iterator[str]:
+        """Name all records of a part in their order, by the file's own name and the line."""
+        files, numbers = self.files.get(part, ()), count(1)
+        if self.kind not in ROWS:
+            yield from (f"record {number}" for number in numbers)
+        root = expanded(self.path).absolute()
+        for file in files:
+            name, mark = lines.name_below(file, root), ":"
+            if lines.holds_list(file):
+                mark = ": record "
+            for line, _ in ROWS[self.kind](file):
+                yield f"{name}{mark}{line}"
+
     def name_of(self, part: str, row: int, before: int = 0) -> str:
         """Name a record, by its number from 0 in its part: by its line where it has one.
 
@@ -164,9 +183,14 @@ def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
 
 
 def find_records(
-    path: str, subset: str | None = None, part: str | None = None, *, one_part_only: bool = False
+    path: str,
+    subset: str | None = None,
+    part: str | None = None,
+    *,
+    one_part_only: bool = False,
+    parts_files: bool = True,
 ) -> RecordSource:
-    """Find out what a path holds; a folder or files are parted by words in their names.
+    """Find out what a path holds; a folder or files are parted by words in their names, if at all.
 
     `subset` is the configuration of a name on the hub. The `part` is trained on, None for the one
     whose name begins with `train`; with `one_part_only` no other is taken beside it.
@@ -198,7 +222,9 @@ def find_records(
         raise DataError(f"data.path={path}: {text}")
     (kind,) = kinds
     files = [file for file in files if _KINDS[lines.kind_suffix(file)] == kind]
-    parts = _parted(files, place, chooses=part is not None)
+    parts: Mapping[str, Sequence[Path]] = {TRAIN: files}
+    if parts_files:
+        parts = _parted(files, place, chooses=part is not None)
     taken, others = _chosen(list(parts), source)
     if kind == "text" and place.is_dir():
         kind = WHOLE_TEXT

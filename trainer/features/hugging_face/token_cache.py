@@ -23,7 +23,7 @@ from trainer.data.files import progress
 from trainer.data.lines import fault
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders
-from trainer.features.hugging_face.formats import Format, recognise
+from trainer.features.hugging_face.formats import Format, as_trained, recognise
 from trainer.features.hugging_face.records import RecordSource, select
 
 _LOOKED_AT = 100
@@ -34,7 +34,7 @@ _OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
 }
 """What becomes of longer records where nobody says; of all others the head is kept."""
-_WITHOUT_LABELS = {
+_WITHOUT_CLASSES = {
     "span": label_encoders.span_fields,
     "source and target": label_encoders.target_fields,
     "pair": label_encoders.pair_fields,
@@ -55,6 +55,10 @@ class EncodeOptions:
     overlong: Overlong | None
     # By the names of `OF_ANSWERS`
     of_answers: Mapping[str, Any]
+    # Whether labels are read; without them each record that is no sample is noted with its reason
+    learns: bool = True
+    # Name and columns of the format that a run read, for records without labels
+    trained_format: Mapping[str, Any] | None = None
 
 
 def cached_records(
@@ -69,7 +73,8 @@ def cached_records(
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
     (the one that is trained on is the first), `other_parts` and columns that are `unread`, `runs`
     of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`, and
-    options that are `unused`, each with why.
+    options that are `unused`, each with why; without labels also how many records each part has,
+    `num_records`, and `left_out`, by part the rows that are no samples, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
     loaded, state = None, source.digest
@@ -92,7 +97,7 @@ def cached_records(
                 overlong=options.overlong or _OVERLONG.get(form.name, "cut"),
                 fields_of=fields_of,
             )
-            written = _Writer(source, encoder, add, skips=skips)
+            written = _Writer(source, encoder, add, skips=skips, notes=not options.learns)
             counts = {p: written.add_part(p, r, options.max_samples) for p, r in parts.items()}
         written.check(sum(counts.values()))
         facts |= {"format": form.name, "columns": form.columns, "kinds": written.kinds}
@@ -105,6 +110,9 @@ def cached_records(
             "unread": [*form.unread, *ignored],
             "unused": _unused(options, encoder, form.name),
         }
+        if not options.learns:
+            facts["num_records"] = {part: len(records) for part, records in parts.items()}
+            facts["left_out"] = written.left_out
         return written.bad, facts
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
@@ -130,7 +138,9 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
         if not found:
             name = source.name_of(next(iter(parts)), 0)
             raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
-    return recognise(place, columns, options.task, options.columns)
+    if options.trained_format is not None:
+        return as_trained(place, columns, options.trained_format, options.columns)
+    return recognise(place, columns, options.task, options.columns, learns=options.learns)
 
 
 def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) -> dict[str, str]:
@@ -162,13 +172,29 @@ def _fields_of(
             "divided; use drop or cut"
         )
     if form.name in _OVERLONG:
+        if not options.learns:
+            return partial(chat_encoder.prompt_fields, options=options.of_answers), {}
         return partial(chat_encoder.answer_fields, options=options.of_answers), {}
     if form.name == "choices":
         count = _num_choices(form, _records(source, parts))
         return partial(label_encoders.choice_fields, num_choices=count), {}
     if form.name not in {"label", "tags"}:
-        return _WITHOUT_LABELS[form.name], {}
-    column = form.columns[form.name]
+        return _WITHOUT_CLASSES[form.name], {}
+    encode_record: Any = label_encoders.label_fields
+    if form.name == "tags":
+        space = label_encoders.space_before_words(tokenizer)
+        encode_record = partial(label_encoders.tag_fields, space=space)
+    if not options.learns:
+        return partial(encode_record, labels=None), {}
+    labels = _labels(source, parts, form.columns[form.name], options)
+    facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
+    return partial(encode_record, labels=labels), facts
+
+
+def _labels(
+    source: RecordSource, parts: Mapping[str, Any], column: str, options: EncodeOptions
+) -> label_encoders.Labels:
+    """Find the classes of all labels in a column."""
     try:
         values = label_encoders.read_labels(_records(source, parts), column)
         names = options.label_names or options.model_labels
@@ -179,14 +205,9 @@ def _fields_of(
         feature = getattr(feature, "feature", feature)  # of a list
         stated = getattr(feature, "names", None)  # as `ClassLabel` states them
         of_model, fixed = options.model_labels, options.label_names
-        labels = label_encoders.find_labels(values, stated, of_model, fixed)
+        return label_encoders.find_labels(values, stated, of_model, fixed)
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
-    facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
-    if form.name == "label":
-        return partial(label_encoders.label_fields, labels=labels), facts
-    space = label_encoders.space_before_words(tokenizer)
-    return partial(label_encoders.tag_fields, labels=labels, space=space), facts
 
 
 def _num_choices(form: Format, records: Iterator[Any]) -> int:
@@ -209,9 +230,17 @@ class _Writer:
     """Encodes the parts of a source one after the other into an index."""
 
     def __init__(
-        self, source: RecordSource, encoder: encode.RecordEncoder, add: index.Add, *, skips: bool
+        self,
+        source: RecordSource,
+        encoder: encode.RecordEncoder,
+        add: index.Add,
+        *,
+        skips: bool,
+        notes: bool,
     ) -> None:
         self._source, self._encoder, self._add, self._skips = source, encoder, add, skips
+        # Whether it notes each record that is no sample, and goes on
+        self._notes, self.left_out = notes, dict[str, list[tuple[int, str]]]()
         self.bad, self.dropped = list[str](), Counter[str]()
         self.kinds: Mapping[str, SampleKind] = {}
         # By part, the first row and the number of records that were kept one after the other
@@ -233,8 +262,9 @@ class _Writer:
                     if not runs or sum(runs[-1]) != row:
                         runs.append([int(row), 0])
                     runs[-1][1] += 1
-                elif isinstance(each, encode.DroppedError):
+                elif self._notes or isinstance(each, encode.DroppedError):
                     self.dropped[str(each)] += 1
+                    self.left_out.setdefault(part, []).append((int(row), fault(each)[1]))
                 else:
                     # A name is found by reading the file up to there.
                     before, why = fault(each)

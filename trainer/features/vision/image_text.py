@@ -18,8 +18,9 @@ from trainer.core.format import expanded
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, row
 from trainer.data.chat import encode_completion
-from trainer.data.conversation import normalize_messages
+from trainer.data.conversation import ASSISTANT, normalize_messages
 from trainer.data.lines import fault, json_object, json_records_of, record_place
+from trainer.data.prompts import encode_prompt
 from trainer.features.vision.pixels import open_image, processor_pixels
 
 IMAGE = "<image>"
@@ -50,6 +51,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
             is that of the model, if it has one.
         model_path: what the model is loaded from or configured by.
         max_length: most tokens of a sample, those of its image counted.
+        learns: without it a record needs no completion, and its last answer is not read.
 
     Raises:
         DataError: a record lacks something, or is longer; names file and line.
@@ -58,7 +60,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
     draws_randomness = False
     special_tokens = (IMAGE,)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
         self,
         tokenizer: Any,  # noqa: ANN401 - of an untyped library
         path: ExistingPath | None = None,
@@ -68,19 +70,25 @@ class ImageText(Dataset[dict[str, Tensor]]):
         processor: ExistingPath | None = None,
         model_path: str | None = None,
         max_length: Pair = 256,
+        learns: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._learns = tokenizer, learns
+        self.answer_ends = list[int]()
+        if tokenizer.eos_token_id is not None:
+            self.answer_ends.append(tokenizer.eos_token_id)
         self.vocab_size = len(self._tokenizer)
         self._size = image_size
         self._placeholder = IMAGE * (image_tokens or (image_size // patch_size) ** 2)
         self._processor = processor_pixels(processor, model_path)
-        self._samples = list[tuple[Tensor, Tensor, npt.NDArray[np.uint8] | Path]]()
+        self._samples = list[tuple[Tensor, Tensor | None, npt.NDArray[np.uint8] | Path]]()
+        self._places = list[str]()
         records = _digits() if path is None else _records(expanded(path))
         for image, text, place in records:
             try:
                 self._samples.append((*self._encoded(text, max_length), image))
             except ValueError as error:
                 raise DataError(f"data: {place}: {error}") from error
+            self._places.append(place.rpartition("/")[2])
         self.lengths = np.array([len(ids) for ids, _, _ in self._samples])
 
     def __len__(self) -> int:
@@ -89,12 +97,22 @@ class ImageText(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give `input_ids` and `labels`, `(length,)` int64, and `pixel_values`, float32."""
         ids, is_term, image = self._samples[i]
-        labels = torch.where(is_term, ids, IGNORED)
-        return {"input_ids": ids, "labels": labels, "pixel_values": self._pixels(image)}
+        fields = {"input_ids": ids}
+        if is_term is not None:
+            fields["labels"] = torch.where(is_term, ids, IGNORED)
+        return {**fields, "pixel_values": self._pixels(image)}
 
     def decode(self, ids: list[int]) -> str:
         """Write tokens as text."""
         return str(self._tokenizer.decode(ids))
+
+    def decode_answer(self, ids: list[int]) -> str:
+        """Write tokens as text, without special ones."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def name_of(self, i: int) -> str:
+        """Name a sample by the place of its record."""
+        return self._places[i]
 
     def describe_records(self, facts: RunFacts) -> Sequence[Row]:
         """Say what becomes of an image."""
@@ -102,9 +120,13 @@ class ImageText(Dataset[dict[str, Tensor]]):
             return [row("", self._processor.describe())]
         return [row("", f"{self._size} x {self._size} pixels, from -1 to 1")]
 
-    def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor]:
-        """Encode the text of a record; a ValueError says what is bad."""
-        if "prompt" in text and "completion" in text:
+    def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor | None]:
+        """Encode the text of a record, and say what is learned; a ValueError says what is bad."""
+        counts, is_term = list[bool](), None
+        if "prompt" in text and not self._learns:
+            (prompt,) = self._placed([text["prompt"]], at=0)
+            ids = encode_prompt(self._tokenizer, prompt)
+        elif "prompt" in text and "completion" in text:
             (prompt,) = self._placed([text["prompt"]], at=0)
             ids, counts = encode_completion(self._tokenizer, prompt, text["completion"])
         elif turns := text.get("messages") or text.get("conversations"):
@@ -114,13 +136,21 @@ class ImageText(Dataset[dict[str, Tensor]]):
             contents = self._placed([message["content"] for message in messages], at)
             for message, content in zip(messages, contents, strict=True):
                 message["content"] = content
-            turns = messages
-            ids, counts = encode_completion(self._tokenizer, (), turns)
+            if self._learns:
+                ids, counts = encode_completion(self._tokenizer, (), messages)
+            else:
+                while messages and messages[-1]["role"] == ASSISTANT:
+                    messages.pop()
+                ids = encode_prompt(self._tokenizer, messages)
         else:
             raise ValueError("neither prompt and completion nor messages; write one of them")
-        if len(ids) > max_length:
-            raise ValueError(f"{len(ids)} tokens; type data.max_length={len(ids)}")
-        return torch.tensor(ids), torch.tensor(counts)
+        # An answer needs room for a token.
+        least = len(ids) + (not self._learns)
+        if least > max_length:
+            raise ValueError(f"{len(ids)} tokens; type data.max_length={least}")
+        if counts:
+            is_term = torch.tensor(counts)
+        return torch.tensor(ids), is_term
 
     def _placed(self, texts: list[Any], at: int) -> list[str]:
         """Put the tokens of the image where it stands in texts; else before the one at `at`."""

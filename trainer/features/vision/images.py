@@ -1,4 +1,4 @@
-"""Read images from a folder with a folder for each class."""
+"""Read images from a folder with a folder for each class, or any folder where none is asked for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trainer.core.format import expanded, plural
 from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.collate import LABELS
 from trainer.data.files import RUNS, Listing, files_at, progress, reading
+from trainer.data.lines import name_below
 from trainer.data.samples import PIXEL_VALUES
 from trainer.data.split import HELD_OUT, HELD_OUT_NAMES, TRAIN
 from trainer.features.vision import pixels
@@ -43,6 +44,7 @@ class ImageFolders:
             own. Without one, they are 64 and ImageNet's where None.
         model_path: what the model is loaded from or configured by.
         label_names: the classes in the order of their numbers; None is the folders' order.
+        learns: without it all images at the path are read, whatever their folders are.
 
     Raises:
         ConfigError: numbers are missing for a channel, an augmentation is not callable, or the
@@ -50,7 +52,7 @@ class ImageFolders:
         DataError: there are no classes, or one has no images.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
         self,
         path: ExistingPath,
         size: Count | None = None,
@@ -60,9 +62,14 @@ class ImageFolders:
         processor: ExistingPath | None = None,
         model_path: str | None = None,
         label_names: Sequence[str] | None = None,
+        learns: bool = True,
     ) -> None:
         make = pixels.pixels_of(size, mean, std, processor, model_path)
         folder = expanded(path)
+        self._parts = dict[str, Dataset[dict[str, Tensor]]]()
+        if not learns:
+            self._parts[TRAIN] = LooseImages(folder, make)
+            return
         with reading(folder):
             inner = _folders(folder)
             parts = {TRAIN: folder}
@@ -74,14 +81,13 @@ class ImageFolders:
                         break
             else:
                 _refuse_parts(folder, inner)
-            self._parts = dict[str, ImageFiles]()
             for side, place in parts.items():
                 part = ImageFiles(place, make, augment, label_names)
                 # The classes of training count for both
                 label_names = part.label_names
                 self._parts[side] = part
 
-    def splits(self) -> Mapping[str, ImageFiles]:
+    def splits(self) -> Mapping[str, Dataset[dict[str, Tensor]]]:
         """Give the parts."""
         return self._parts
 
@@ -151,6 +157,47 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         """Say what becomes of an image, and which files are none."""
         text = self._make.describe()
         return [row("", text, pixels=text), *Listing(others=self._others).describe()]
+
+
+@final
+class LooseImages(Dataset[dict[str, Tensor]]):
+    """All images of a folder and those below it, or one image, without classes."""
+
+    draws_randomness = False
+
+    def __init__(self, folder: Path, make: pixels.Pixels) -> None:
+        with reading(folder), progress(f"listing the images of {folder}"):
+            self._listing = files_at(folder, pixels.is_image, "images")
+        if not self._listing.files:
+            text = f"no image of {', '.join(pixels.FORMATS)}"
+            raise DataError(f"data.path={folder}: {text}; name a folder that holds some")
+        self._folder, self._paths, self._make = folder, self._listing.files, make
+        self.lengths = np.broadcast_to(np.int64(1), (len(self._paths),))
+        digest = hashlib.sha256(make.describe().encode())
+        for i, path in enumerate(self._paths):
+            text = f"{self.name_of(i)}|{path.stat().st_size}|"
+            digest.update(text.encode(errors="surrogateescape"))
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        """Give an image, `(3, height, width)` float32."""
+        return {PIXEL_VALUES: self._make(pixels.open_image(self._paths[i]))}
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack images; so none is looked at before its turn, as it may be broken."""
+        return {PIXEL_VALUES: torch.stack([sample[PIXEL_VALUES] for sample in samples])}
+
+    def name_of(self, i: int) -> str:
+        """Name an image by its file, below the folder."""
+        return name_below(self._paths[i], self._folder)
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say what becomes of an image, and which files are none."""
+        text = self._make.describe()
+        return [row("", text, pixels=text), *self._listing.describe()]
 
 
 def _listed(folder: Path) -> tuple[dict[str, Listing], Counter[str]]:

@@ -1,0 +1,93 @@
+"""`train predict`: write what a checkpoint predicts of data that need no labels."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.assemble.build import end_if_stopped
+from trainer.assemble.saved import Saved
+from trainer.checkpoint.store import Loaded
+from trainer.checkpoint.weights import load_step
+from trainer.config.messages import first_of
+from trainer.config.run_config import RunConfig, config_hash, to_plain
+from trainer.core.errors import Preempted
+from trainer.core.format import plural, shown_path
+from trainer.core.rows import Noun, RunFacts
+from trainer.core.world import World
+from trainer.features.predict.files import WrittenLines, shown_line, write_lines, write_table
+from trainer.features.predict.opening import open_predictor
+from trainer.features.predict.predictor import RecordPredictor
+from trainer.report.console import Screen
+
+
+def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Predict every record of the data, and write a line for each into the run.
+
+    Of records in a file of CSV that file is written, too, with a column for the predictions.
+    """
+    loaded = load_step(folder, config.step, world)
+    opened = list[RecordPredictor]()
+    with suppress(Preempted):
+        opened.append(open_predictor(config, Saved.read(config, loaded, world), world))
+    end_if_stopped(world, not opened)
+    (predictor,) = opened
+    lines = predictor.lines()
+    # Every rank computes its share as the first one writes.
+    if not world.is_main:
+        deque(lines, maxlen=0)
+        return 0
+    file = folder / predictions_file(config)
+    written = write_lines(file, lines)
+    files = [file]
+    if (table := predictor.loader.dataset.facts.predicted_table) is not None:
+        files.append(write_table(table, file, written))
+    _show(loaded, predictor, written, files)
+    return 0
+
+
+def predictions_file(config: RunConfig) -> str:
+    """Name the file after the one that it is of, and the settings of the data."""
+    data = to_plain(config)["data"]
+    parts, path = ["predictions"], data.get("path")
+    if isinstance(path, str):
+        parts.append(re.sub(r"[^\w.-]+", "_", Path(path).stem)[:50])
+    parts.append(config_hash(data)[:8])
+    return f"{'-'.join(filter(None, parts))}.jsonl"
+
+
+def written_file(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Give Python the file that was written."""
+    return {"file": str(folder / predictions_file(config))}
+
+
+def _show(
+    loaded: Loaded, predictor: RecordPredictor, written: WrittenLines, files: Sequence[Path]
+) -> None:
+    """Say what was read, as what, where the predictions are, and of what there are none."""
+    data, screen = predictor.loader.dataset, Screen()
+    screen.name_checkpoint(loaded)
+    noun: Noun = "token"
+    if data.lengths.is_constant:
+        noun = "sample"
+    about = RunFacts(total_steps=0, world_size=predictor.world.size, noun=noun)
+    for row in data.facts.describe_records(about):
+        if row.text is not None:
+            screen.line(f"data: {row.text}")
+    num_missing = sum(written.missing.values())
+    if num_missing:
+        reasons = first_of([f"{why} ({count:,})" for why, count in written.missing.items()])
+        text = f"no prediction for {plural(num_missing, 'record')}: {reasons}"
+        screen.warn(f"{text}; the first is {written.first_missing}")
+    shown = " and ".join(map(shown_path, files))
+    count = plural(written.count - num_missing, "prediction")
+    screen.line(f"{loaded.short}: {count} written to {shown}")
+    for line in written.first:
+        screen.line(f"  {shown_line(line)}")
+    if written.count > len(written.first):
+        screen.line("  ...")
+    screen.close()

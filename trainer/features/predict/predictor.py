@@ -1,0 +1,224 @@
+"""Predict every record of some data, whose labels do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, final
+
+import torch
+
+from trainer.core.errors import ConfigError, DataError, DoesNotFitError, TrainError
+from trainer.core.micro_batch import Fields, to_device
+from trainer.core.out_of_memory import AllocationGuard, release_memory
+from trainer.core.user_code import described
+from trainer.core.world import World
+from trainer.data.loader import Loader, Request
+from trainer.data.samples import DataRecord
+from trainer.objectives.base import Objective
+from trainer.objectives.text_output import TextOutput
+from trainer.parallel.base import Parallel
+from trainer.training.evaluation import inference
+from trainer.training.predictions import loss_of
+
+RECORDS_AT_ONCE = 1024  # between two exchanges of what the ranks found
+MOST_CHANCES = 20  # classes whose chances are all written; of more the likeliest few
+LIKELIEST = 5
+
+_ERROR = "error"
+
+Values = Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RecordPredictor:
+    """A trained model, what is read off its outputs, and the samples it gets."""
+
+    model: Parallel  # whole on every rank
+    objective: Objective
+    loader: Loader
+    world: World
+    names: Sequence[str] | None  # of the classes, in their order
+    most_tokens: int  # of samples that are computed together
+    text: TextOutput  # how text is written
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Give the line of each record, in their order. Collective.
+
+        Samples are computed together where their fields have one shape, so that nothing is padded.
+        Gives `id`, the number of the record; `source`, where it is from; what the objective
+        predicts, classes by their names, or the `loss` and its `terms`; or an `error`, where it is
+        no sample or cannot be read. A DataError where none of the first can be.
+        """
+        records, is_first = self.loader.dataset.records(), True
+        with inference(self.model, self.world), closing(self.loader):
+            while window := [*islice(records, RECORDS_AT_ONCE)]:
+                places = list[int]()
+                for record in window:
+                    places += record.samples
+                found = dict[int, Values]()
+                for each in self.world.on_all(partial(self._share, places)):
+                    found.update(each)
+                if is_first and found and all(_ERROR in each for each in found.values()):
+                    raise DataError(f"data: {next(iter(found.values()))[_ERROR]}")
+                is_first = False
+                for record in window:
+                    yield self._line(record, found)
+
+    def _share(self, places: Sequence[int]) -> list[tuple[int, Values]]:
+        """Compute this rank's share of some samples."""
+        lengths = self.loader.dataset.lengths
+        by_length = sorted(places, key=lambda place: int(lengths[place]))
+        own = by_length[self.world.rank :: self.world.size]
+        found = list[tuple[int, Values]]()
+        for some, loaded in self._together(own):
+            if isinstance(loaded, DataError):
+                found.append((some[0], {_ERROR: str(loaded).removeprefix("data: ")}))
+            else:
+                found += zip(some, self._predicted(loaded), strict=True)
+        return found
+
+    def _loaded(self, places: Sequence[int]) -> Iterator[Fields | DataError]:
+        """Load samples one by one; gives what is wrong with those that cannot be read."""
+        lengths, begin = self.loader.dataset.lengths, 0
+        while begin < len(places):
+            requests = (Request((place,), 0, int(lengths[place])) for place in places[begin:])
+            try:
+                with closing(self.loader.stream(requests)) as stream:
+                    for fields in stream:
+                        begin += 1
+                        yield fields
+            except DataError as error:
+                # It ends the stream: those behind it are asked for anew.
+                begin += 1
+                yield error
+
+    def _together(
+        self, places: Sequence[int]
+    ) -> Iterator[tuple[list[int], list[Fields] | DataError]]:
+        """Load samples, and group those that are a row each of the same shapes."""
+        lengths, group, waiting = self.loader.dataset.lengths, list[int](), list[Fields]()
+        for place, fields in zip(places, self._loaded(places), strict=True):
+            if isinstance(fields, DataError):
+                yield [place], fields
+                continue
+            is_full = (len(group) + 1) * int(lengths[place]) > self.most_tokens
+            if group and (is_full or _row_shapes(fields) != _row_shapes(waiting[0])):
+                yield group, waiting
+                group, waiting = [], []
+            group.append(place)
+            waiting.append(fields)
+        if group:
+            yield group, waiting
+
+    def _predicted(self, samples: Sequence[Fields]) -> Sequence[Values]:
+        """Predict samples of one shape, at once or, where memory runs out, one by one."""
+        joined = {name: torch.cat([each[name] for each in samples]) for name in samples[0]}
+        with AllocationGuard() as guard:
+            fields = to_device(joined, self.world.device)
+            found = self.objective.predict(self.model.call, fields, self.text)
+        if guard.failed and len(samples) == 1:
+            shapes = ", ".join(f"{name} {tuple(field.shape)}" for name, field in joined.items())
+            raise DoesNotFitError(f"predict: no memory for one sample of {shapes}")
+        if guard.failed:
+            release_memory()
+            return [self._predicted([each])[0] for each in samples]
+        return found or [self._loss_of(each) for each in samples]
+
+    def _loss_of(self, sample: Fields) -> Values:
+        """Give the loss of a sample, where an objective predicts nothing else."""
+        try:
+            return loss_of(self.objective, self.model.call, sample, self.world.device)
+        except Exception as error:
+            kind, why = type(self.objective).__name__, described(error)
+            if isinstance(error, TrainError):
+                why = str(error)
+            raise ConfigError(
+                f"objective={kind}: predicts nothing, and has no loss without labels ({why}); "
+                "give it a method `predict` (docs/how-to/own/objective.md)"
+            ) from error
+
+    def _line(self, record: DataRecord, found: Mapping[int, Values]) -> dict[str, Any]:
+        line: dict[str, Any] = {"id": record.number}
+        if record.place is not None:
+            line["source"] = record.place
+        parts, why_none = [found[place] for place in record.samples], record.why_none
+        for part in parts:
+            why_none = part.get(_ERROR) or why_none
+        if why_none is not None:
+            why = why_none.removeprefix(f"{record.place}: ")
+            return {**line, "prediction": None, _ERROR: why}
+        values = dict(_joined(parts))
+        names = record.classes or self.names
+        if "prediction" in values:
+            values["prediction"] = _named(values["prediction"], names)
+        if record.text is not None and "start" in values:
+            values |= _answer_in(record.text, values["start"], values["end"])
+        if (chances := values.get("probabilities")) is not None:
+            values["probabilities"] = _named_chances(chances, names)
+        return {**line, **_shortened(values)}
+
+
+def _row_shapes(fields: Fields) -> object:
+    """Give what samples have in common that may be joined; what is no row is joined with none."""
+    shapes = list[tuple[str, torch.Size, torch.dtype]]()
+    for name, field in fields.items():
+        # As a data set's own `collate` may give it
+        if field.shape[:1] != (1,):
+            return object()
+        shapes.append((name, field.shape, field.dtype))
+    return shapes
+
+
+def _joined(values: Sequence[Values]) -> Values:
+    """Join what was found of the samples of a record: their losses, over the terms of all."""
+    if len(values) == 1:
+        return values[0]
+    total, terms = 0.0, 0
+    for each in values:
+        terms += each["terms"]
+        if each["terms"]:
+            total += each["loss"] * each["terms"]
+    if not terms:
+        return {"loss": None, "terms": 0}
+    return {"loss": total / terms, "terms": terms}
+
+
+def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON
+    """Put the names of classes for their numbers, where there are any."""
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    if names is not None and isinstance(value, int) and value < len(names):
+        return names[value]
+    return value
+
+
+def _answer_in(text: str, start: int, end: int) -> dict[str, Any]:
+    """Give an answer as its text has it, and where; some tokens begin with a blank."""
+    answer = text[start:end]
+    start += len(answer) - len(answer.lstrip())
+    answer = answer.strip()
+    return {"prediction": answer, "start": start, "end": start + len(answer)}
+
+
+def _named_chances(chances: Sequence[float], names: Sequence[str] | None) -> dict[str, float]:
+    """Give the chance of each class by its name or number; of many classes the likeliest."""
+    numbers = [*range(len(chances))]
+    if len(numbers) > MOST_CHANCES:
+        numbers = sorted(numbers, key=lambda number: -chances[number])[:LIKELIEST]
+    return {str(_named(number, names)): chances[number] for number in numbers}
+
+
+def _shortened(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Round to the seven digits that fp32 has, which those that share a forward do not change."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, Mapping):
+        return {name: _shortened(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_shortened, value)]
+    return value

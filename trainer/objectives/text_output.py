@@ -1,0 +1,77 @@
+"""Write text: append the likeliest token to rows of tokens, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from trainer.data.samples import DataFacts, faults_of
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TextOutput:
+    """How tokens become text, and how many of them may be written."""
+
+    # Writes tokens as text, without special ones; None leaves them numbers
+    decode: Callable[[Sequence[int]], str] | None = None
+    # Each of them ends a text
+    ends: Collection[int] = ()
+    most: int = 64  # tokens that are written
+    # Most tokens of a row, those that it begins with counted
+    limit: int | None = None
+    # Beyond the vocabulary of the data lie rows of a padded table, which stand for no token
+    vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, facts: DataFacts, most: int, max_positions: int | None) -> Self:
+        """Take what data know of their tokens, for a model of so many positions."""
+        ends = [*facts.answer_ends]
+        if facts.prompt is not None:
+            with faults_of("`prompt` of the data"):
+                ends += facts.prompt("a")[1]
+        return cls(
+            decode=facts.decode_answer or facts.decode,
+            ends=frozenset(ends),
+            most=most,
+            limit=min(filter(None, (facts.max_length, max_positions)), default=None),
+            vocab_size=facts.vocab_size,
+        )
+
+    def text_behind(self, begun: Sequence[int], tokens: Sequence[int]) -> str | list[int]:
+        """Write what follows the tokens that a row begins with."""
+        if self.decode is None:
+            return [*tokens]
+        # Of the whole: what stands alone may be decoded without the space before it.
+        return self.decode([*begun, *tokens])[len(self.decode(begun)) :]
+
+
+def continued(
+    next_logits: Callable[[Tensor], Tensor], begun: Tensor, text: TextOutput
+) -> list[list[int]]:
+    """Append the likeliest token to each row until it is ended, and give what was appended.
+
+    `begun` is `(batch, time)`, without padding, and `next_logits` gives `(batch, time, vocabulary)`
+    for such rows. Each token costs a forward of whole rows: nothing is cached between two.
+    """
+    rows, most, begin = begun, text.most, begun.shape[1]
+    if text.limit is not None:
+        most = min(most, text.limit - begin)
+    ends = torch.tensor(sorted(text.ends), dtype=rows.dtype, device=rows.device)
+    is_open = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for _ in range(most):
+        tokens = next_logits(rows)[:, -1, : text.vocab_size].argmax(-1)
+        rows = torch.cat([rows, tokens[:, None]], dim=1)
+        is_open &= ~torch.isin(tokens, ends)
+        if not is_open.any():
+            break
+    found = list[list[int]]()
+    for row in rows[:, begin:].tolist():
+        # A row that is ended was continued for the sake of the others.
+        found.append([*takewhile(lambda token: token not in text.ends, row)])
+    return found
