@@ -84,7 +84,10 @@ def _show(
         text = f"no prediction for {plural(num_missing, 'record')}: {reasons}"
         screen.warn(f"{text}; the first is {written.first_missing}")
     shown = " and ".join(map(shown_path, files))
-    count = plural(written.count - num_missing, "prediction")
+    what = "prediction"
+    if "loss" in written.names:
+        what = "loss figure"
+    count = plural(written.count - num_missing, what)
     screen.line(f"{loaded.short}: {count} written to {shown}")
     for line in written.first:
         screen.line(f"  {shown_line(line)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer.core.durable import as_save_error, strict, write_pieces_atomic
-from trainer.core.format import plural, short
+from trainer.core.format import loss, percent, plural
 from trainer.data.lines import csv_rows_of, csv_separator, kind_suffix
 
 COLUMNS = ("prediction", "probability", "loss", "terms", "error")
@@ -86,14 +86,14 @@ def shown_line(line: Mapping[str, Any]) -> str:
     if (why := line.get("error")) is not None:
         return f"{place}: no prediction: {why}"
     if "prediction" not in line:
-        return f"{place}: loss {short(line['loss'])} over {plural(line['terms'], 'term')}"
+        return f"{place}: loss {loss(line['loss'])} over {plural(line['terms'], 'term')}"
     found = _cell(line["prediction"])
     text = json.dumps(found, ensure_ascii=False)[1:-1]
     if len(text) > WIDEST:
         text = f"{text[:WIDEST]}..."
     chance = line.get("probability")
     if isinstance(chance, float):
-        text += f" ({short(chance)})"
+        text += f" ({percent(chance)})"
     return f"{place}: {text or 'nothing'}"
 
 

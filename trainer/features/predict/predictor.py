@@ -118,11 +118,18 @@ class RecordPredictor:
     def _predicted(self, samples: Sequence[Fields]) -> Sequence[Values]:
         """Predict samples of one shape, at once or, where memory runs out, one by one."""
         joined = {name: torch.cat([each[name] for each in samples]) for name in samples[0]}
-        with AllocationGuard() as guard:
-            fields = to_device(joined, self.world.device)
-            found = self.objective.predict(self.model.call, fields, self.text)
+        shapes = ", ".join(f"{name} {tuple(field.shape)}" for name, field in joined.items())
+        try:
+            with AllocationGuard() as guard:
+                fields = to_device(joined, self.world.device)
+                found = self.objective.predict(self.model.call, fields, self.text)
+        except TrainError:
+            raise
+        except Exception as error:
+            # It took those of the run, and these may be of another kind.
+            text = f"the model cannot take them ({shapes}): {described(error)}"
+            raise ConfigError(f"data: {text}; type data as the run had them") from error
         if guard.failed and len(samples) == 1:
-            shapes = ", ".join(f"{name} {tuple(field.shape)}" for name, field in joined.items())
             raise DoesNotFitError(f"predict: no memory for one sample of {shapes}")
         if guard.failed:
             release_memory()
