@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_tokenizer, write_lines
-from trainer.core.errors import DataError
+from trainer.core.errors import ConfigError, DataError
 from trainer.features.hugging_face.data_set import HuggingFaceData
 
 BAD = {"text": " "}
@@ -110,3 +110,13 @@ def test_files_named_for_parts_are_all_predicted(tokenizer, tmp_path):
     data = opened(tmp_path, tokenizer, "causal_lm")
     places = [record.place for record in data.predicted_records()]
     assert places == ["gen_test.jsonl:1", "test.jsonl:1", "train.jsonl:1"]
+
+
+def test_a_tokenizer_of_other_words_than_the_run_s_is_refused(tokenizer, tmp_path):
+    file = write_lines(tmp_path / "new.jsonl", [{"text": "the sums"}])
+    trained = opened(file, tokenizer, "causal_lm").facts().record_format
+    assert len(opened(file, tokenizer, "causal_lm", trained_format=trained)) == 1
+    other = save_tokenizer(tmp_path / "other")
+    other.add_tokens(["zyzzyva"])
+    with pytest.raises(ConfigError, match="tokenizer: has other words than the run was trained"):
+        opened(file, other, "causal_lm", trained_format=trained)

@@ -24,7 +24,11 @@ from trainer.features.hugging_face.all_records import all_records
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 from trainer.features.hugging_face.encode import ends_of, pad_token_of
 from trainer.features.hugging_face.records import find_records
-from trainer.features.hugging_face.token_cache import EncodeOptions, cached_records
+from trainer.features.hugging_face.token_cache import (
+    EncodeOptions,
+    cached_records,
+    vocabulary_digest,
+)
 from trainer.features.hugging_face.tokenizers import read_template
 
 DEFAULT_LENGTH = 1024
@@ -93,6 +97,12 @@ class HuggingFaceData(TwoSides):
         self._tokenizer = tokenizer
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
+        self._vocabulary = vocabulary_digest(tokenizer)
+        if (trained_format or {}).get("vocabulary") not in {None, self._vocabulary}:
+            raise ConfigError(
+                "tokenizer: has other words than the run was trained with; type "
+                "tokenizer.path=FOLDER, with that of the run"
+            )
         names = tuple(label_names) if label_names is not None else None
         options = EncodeOptions(
             task=task or "causal_lm",
@@ -146,7 +156,11 @@ class HuggingFaceData(TwoSides):
             label_names=known.get("label_names"),
             decode_answer=self.decode_answer,
             name_of=self.name_of,
-            record_format={"name": known["format"], "columns": known["columns"]},
+            record_format={
+                "name": known["format"],
+                "columns": known["columns"],
+                "vocabulary": self._vocabulary,
+            },
             predicted_table=self._source.table,
             unused=self._unused,
         )

@@ -286,6 +286,14 @@ class _Writer:
             raise DataError(f"data.path={self._source.path}: no record is left ({why or 'none'})")
 
 
+def vocabulary_digest(tokenizer: Any) -> str | None:  # noqa: ANN401 - whatever the tokenizer is
+    """Tell the words of a tokenizer from those of others, wherever its files are; None without."""
+    if not hasattr(tokenizer, "get_vocab"):
+        return None
+    words = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+
+
 def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
     """Tell a tokenizer from others by the ids that it gives and the files that it saves, if any.
 

@@ -42,11 +42,14 @@ def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         deque(lines, maxlen=0)
         return 0
     file = folder / predictions_file(config)
+    earlier = ""
+    if file.exists():
+        earlier = ", in place of earlier ones"
     written = write_lines(file, lines)
     files = [file]
     if (table := predictor.loader.dataset.facts.predicted_table) is not None:
         files.append(write_table(table, file, written))
-    _show(loaded, predictor, written, files)
+    _show(loaded, predictor, written, files, earlier)
     return 0
 
 
@@ -66,7 +69,11 @@ def written_file(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def _show(
-    loaded: Loaded, predictor: RecordPredictor, written: WrittenLines, files: Sequence[Path]
+    loaded: Loaded,
+    predictor: RecordPredictor,
+    written: WrittenLines,
+    files: Sequence[Path],
+    earlier: str,
 ) -> None:
     """Say what was read, as what, where the predictions are, and of what there are none."""
     data, screen = predictor.loader.dataset, Screen()
@@ -88,7 +95,7 @@ def _show(
     if "loss" in written.names:
         what = "loss figure"
     count = plural(written.count - num_missing, what)
-    screen.line(f"{loaded.short}: {count} written to {shown}")
+    screen.line(f"{loaded.short}: {count} written to {shown}{earlier}")
     for line in written.first:
         screen.line(f"  {shown_line(line)}")
     if written.count > len(written.first):
