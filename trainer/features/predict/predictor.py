@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +12,12 @@ from typing import Any, final
 import torch
 
 from trainer.core.errors import ConfigError, DataError, DoesNotFitError, TrainError
+from trainer.core.format import plural
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.core.user_code import described
 from trainer.core.world import World
+from trainer.data.files import progress
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import DataRecord
 from trainer.objectives.base import Objective
@@ -54,14 +56,15 @@ class RecordPredictor:
         predicts, classes by their names, or the `loss` and its `terms`; or an `error`, where it is
         no sample or cannot be read. A DataError where none of the first can be.
         """
-        records, is_first = self.loader.dataset.records(), True
-        with inference(self.model, self.world), closing(self.loader):
+        data, is_first = self.loader.dataset, True
+        records, label = data.records(), f"predicting {plural(len(data), 'sample')}"
+        with inference(self.model, self.world), closing(self.loader), progress(label) as advance:
             while window := [*islice(records, RECORDS_AT_ONCE)]:
                 places = list[int]()
                 for record in window:
                     places += record.samples
                 found = dict[int, Values]()
-                for each in self.world.on_all(partial(self._share, places)):
+                for each in self.world.on_all(partial(self._share, places, advance)):
                     found.update(each)
                 if is_first and found and all(_ERROR in each for each in found.values()):
                     raise DataError(f"data: {next(iter(found.values()))[_ERROR]}")
@@ -69,13 +72,16 @@ class RecordPredictor:
                 for record in window:
                     yield self._line(record, found)
 
-    def _share(self, places: Sequence[int]) -> list[tuple[int, Values]]:
+    def _share(
+        self, places: Sequence[int], advance: Callable[[], None]
+    ) -> list[tuple[int, Values]]:
         """Compute this rank's share of some samples."""
         lengths = self.loader.dataset.lengths
         by_length = sorted(places, key=lambda place: int(lengths[place]))
         own = by_length[self.world.rank :: self.world.size]
         found = list[tuple[int, Values]]()
         for some, loaded in self._together(own):
+            advance()
             if isinstance(loaded, DataError):
                 found.append((some[0], {_ERROR: str(loaded).removeprefix("data: ")}))
             else:
