@@ -1,6 +1,7 @@
 """What `train export` writes, by the lines of Python that it prints and by its model card."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,9 @@ class Net(nn.Module):
 
 def test_a_card_says_what_was_trained_and_its_lines_load_it_in_a_new_process(monkeypatch, capsys):
     Path("mine.py").write_text(MINE)
+    for words in ("init -q", "add mine.py", "-c user.name=a -c user.email=a@b commit -qm first"):
+        subprocess.run(["git", *words.split()], check=True)
+    Path("mine.py").write_text(f"{MINE}\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
     line = "model._target_=mine.Net model.width=6 checkpoint.every=1 checkpoint.keep=9 steps=2"
     run = go(f"{line} eval.every=1 name=first log.generate=[] 'hooks=[]'")
@@ -119,6 +123,7 @@ def test_a_card_says_what_was_trained_and_its_lines_load_it_in_a_new_process(mon
         "| optimizer | adamw, lr 0.012, weight_decay 0.1, ",
         f"| loss | {loss:.4f} |",
         " model._target_=mine.Net model.width=6 ",
+        ", with changes in 1 file that are not committed |",
         f"| torch | {torch.__version__} |",
     ):
         assert part in text

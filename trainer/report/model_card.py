@@ -183,6 +183,9 @@ class ModelCard:
         rows = dict[str, str]()
         if isinstance(git, Mapping):
             rows["git"] = str(git.get("commit"))
+            if isinstance(changed := git.get("changed_files"), int) and changed:
+                files = plural(changed, "file")
+                rows["git"] += f", with changes in {files} that are not committed"
         if isinstance(versions, Mapping):
             for name, value in versions.items():
                 if value is not None:
