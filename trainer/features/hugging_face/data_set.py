@@ -262,7 +262,7 @@ class HuggingFaceData(TwoSides):
             f"{form} ({', '.join(columns)})",
             count and f"{count:,} left out",
             cut and f"{cut:,} of data.max_length={self._max_length} tokens, the rest is not read",
-            unread and f"{plural(len(unread), 'column')} not read",
+            self._learns and unread and f"{plural(len(unread), 'column')} not read",
         )
         about = {"data_format": form, "data_columns": known["columns"]}
         more = join_parts(

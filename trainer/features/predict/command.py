@@ -82,9 +82,9 @@ def _show(
     if data.lengths.is_constant:
         noun = "sample"
     about = RunFacts(total_steps=0, world_size=predictor.world.size, noun=noun)
-    for row in data.facts.describe_records(about):
-        if row.text is not None:
-            screen.line(f"data: {row.text}")
+    texts = [row.text for row in data.facts.describe_records(about) if row.text]
+    if texts:
+        screen.line(f"data: {', '.join(texts)}")
     num_missing = sum(written.missing.values())
     if num_missing:
         reasons = first_of([f"{why} ({count:,})" for why, count in written.missing.items()])
