@@ -40,6 +40,8 @@ def test_a_table_comes_back_with_a_column_for_the_class(capsys):
     assert "data: label (text), not read: Nr., prediction, a note, long" in shown
     assert "no prediction for 1 record: its text is empty (1); the first is new.csv:10" in shown
     assert "59 predictions written to " in shown
+    assert "new.csv:2: " in shown
+    assert "in place of earlier ones" not in shown
 
     with path.with_suffix(".csv").open(newline="") as file:
         head, *table = csv.reader(file)

@@ -71,6 +71,13 @@ def test_of_many_classes_the_likeliest_are_written(monkeypatch):
     assert line["probabilities"] == {"y": 0.6}
 
 
+class ForOthers(Sums):
+    """Takes other samples than these."""
+
+    def forward(self, input_ids):
+        raise ValueError("no pixels")
+
+
 class Labelled(Mean):
     def weights(self, fields):
         return {"mean": float(len(fields["labels"]))}
@@ -83,5 +90,8 @@ class Unreadable(Tokens):
 def test_what_nothing_can_be_said_of_is_named_in_a_line():
     with pytest.raises(ConfigError, match=r"objective=Labelled: predicts nothing, .*'labels'.*;"):
         [*predictor_of(objective=Labelled()).lines()]
+    refused = r"data: the model cannot take them \(input_ids \(3, 1\).*: no pixels"
+    with pytest.raises(ConfigError, match=refused):
+        [*predictor_of(module=ForOthers()).lines()]
     with pytest.raises(DataError, match="data: row 0: ValueError: seven"):
         [*predictor_of(data=Unreadable()).lines()]
