@@ -11,17 +11,15 @@ from pathlib import Path
 from trainer.assemble.run import Run
 from trainer.assemble.saved import Saved, Terms, read_terms
 from trainer.checkpoint.weights import StoredWeights
+from trainer.commands.next_lines import next_lines
 from trainer.config.run_config import contract as contract_of
 from trainer.core.durable import write_record
-from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.rows import Row, record_of
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import least_loss, totals
 from trainer.report.records import PlanRecord
-from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
-from trainer.report.views import views
 from trainer.training.loop import OpenRun
 
 BUILT_WHOLE = (
@@ -125,17 +123,5 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         "advice": hints,
     }
     write_record(folder / RunFolder.RESULT, result)
-    shown = shown_path(folder)
-    trust = " ".join(["", *trusting(config, folder)])
-    more = f"steps={2 * run.data.total_steps}"
-    if config.total_epochs is not None:
-        more = f"epochs={2 * config.total_epochs}"
-    if stopped:
-        more = "stop.metric=null"
-    commands = (
-        *(f"{shown_path(folder / view.file)}  ({view.about})" for view in views().values()),
-        f"train evaluate run={shown}{trust}",
-        f"train export run={shown} export.to=exported{trust}",
-        f"{to_go_on(config, folder)} {more}",
-    )
+    commands = next_lines(run, folder, stopped_early=stopped is not None)
     opened.reporter.finish(result, commands, rows)

@@ -17,6 +17,7 @@ class ReadingCommand:
 
     target: str  # path of the function that runs it
     help: str
+    example: str  # what is typed behind `run=RUN`
     # The key whose value is taken as it is typed, by none of Hydra's grammar; None without one
     text: str | None = None
     reads_data: bool = True

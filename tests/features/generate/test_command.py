@@ -30,7 +30,9 @@ def text_run() -> tuple[str, str]:
 
 def test_a_prompt_is_taken_as_typed_and_lines_of_stdin_are_continued_alike(capfd, monkeypatch):
     line, expected = text_run()
-    capfd.readouterr()
+    ended = capfd.readouterr().out
+    assert "\n  train generate run=outputs/" in ended
+    assert "train predict" not in ended
     assert shell(f"{line} 'prompt={TEXTS[0]}'") == 0
     assert capfd.readouterr().out == f"{expected}\n", "as at the evaluation behind the last step"
     assert shell(f"{line} prompt={json.dumps(ODD)}") == 0

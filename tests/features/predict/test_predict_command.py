@@ -32,9 +32,11 @@ def test_a_table_comes_back_with_a_column_for_the_class(capsys):
     run = go(f"{line} data.path=reviews.csv data.max_samples=50 batch.global=16 steps=2")
     rows = [[f"{i:03}", "NA", text, 'she said "a;b",\nand left'] for i, text in enumerate(TEXTS)]
     rows[4][2] = " "
+    ended = capsys.readouterr().out
+    assert "\n  train predict run=outputs/" in ended
+    assert "train generate" not in ended
     with Path("new.csv").open("w", newline="") as file:
         csv.writer(file).writerows([HEAD, *rows])
-    capsys.readouterr()
     path, lines = predicted(run, "data.path=new.csv")
     shown = " ".join(capsys.readouterr().out.split())
     assert "data: label (text), not read: Nr., prediction, a note, long" in shown
