@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import DataError
+from trainer.core.format import plural
 from trainer.data.files import reading
 
 NumberedLines = Iterator[tuple[int, bytes]]
@@ -121,7 +122,8 @@ def csv_rows_of(file: Path) -> Iterator[tuple[int, list[str]]]:
             if len(row) > 1 or "".join(row).strip():
                 num_names = num_names or len(row)
                 if len(row) != num_names:
-                    raise csv.Error(f"{len(row)} cells, and {num_names} names of columns")
+                    count, names = plural(len(row), "cell"), plural(num_names, "name")
+                    raise csv.Error(f"{count}, and {names} of columns")
                 yield number, row
             number = found.line_num + 1
     except csv.Error as error:
