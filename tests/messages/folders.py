@@ -24,13 +24,15 @@ def faulty_models(here: Path) -> None:
         ("headless", {"n_head": 0}),
         ("elsewhere", {"transformers_weights": "other.safetensors"}),
         ("adapter", {}),
+        ("quantised", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
         ("pickle", {}),
         ("outside", {}),
         ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
     ):
         (here / folder).mkdir()
         (here / folder / "config.json").write_text(json.dumps(config | changes))
-    (here / "adapter" / "adapter_config.json").write_text("{}")
+    base = '{"base_model_name_or_path": "llama"}'
+    (here / "adapter" / "adapter_config.json").write_text(base)
     for folder, file in (("pickle", "pytorch_model.bin"), ("outside", "../model.safetensors")):
         index = {"metadata": {}, "weight_map": {"transformer.wte.weight": file}}
         (here / folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -40,11 +42,14 @@ def faulty_models(here: Path) -> None:
 
 
 def llama_and_texts(here: Path) -> None:
-    """A causal model with its tokenizer, and a file of texts and one of completions."""
+    """A causal model with its tokenizer, and files of texts, completions and labels."""
     save_llama(here / "llama")
     save_tokenizer(here / "llama", chat_template=TEMPLATE)
     write_lines(here / "corpus.jsonl", [{"text": text} for text in TEXTS])
     write_lines(here / "pairs.jsonl", [{"prompt": text, "completion": "so"} for text in TEXTS])
+    write_lines(here / "flags.jsonl", [{"text": text, "label": [0, 1]} for text in TEXTS])
+    (here / "reviews.csv").write_text("review,sentiment\ngood,1\nbad,0\n")
+    (here / "latin.csv").write_bytes("text,label\ncaf\xe9,1\n".encode("latin-1"))
 
 
 def runs_to_read(here: Path) -> None:

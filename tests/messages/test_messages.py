@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
 
-LONGEST = 300
+LONGEST = 450
 """Characters of a line that is answered, so that it can be read at once."""
 
 ERROR = "train: error: "

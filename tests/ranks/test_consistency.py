@@ -237,6 +237,21 @@ def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
     assert ranks.run(2, agreed, tmp_path, ["seed=0", "seed=1"]) == [line, line]
 
 
+def going_on(world: World, folder: Path) -> str:
+    """What a rank says where `resume=auto` found a run on rank 0 alone."""
+    found = str(folder) if world.is_main else None
+    with pytest.raises(ConfigError) as raised:
+        _agree(lab.config().model_copy(update={"resume": found}), folder, world)
+    return str(raised.value)
+
+
+def test_ranks_of_which_one_finds_no_run_to_go_on_with_name_its_host(ranks, tmp_path):
+    host = socket.gethostname()
+    line = f"resume: rank 1 ({host}) found no run to go on with, where another rank did: "
+    for said in ranks.run(2, going_on, tmp_path):
+        assert said.startswith(line)
+
+
 def test_ranks_that_run_other_sources_are_refused_and_their_hosts_are_named(ranks, tmp_path):
     for rank in range(2):
         copy = tmp_path / f"trainer-{rank}" / "optim" / "schedules.py"

@@ -86,7 +86,7 @@ def test_what_changes_the_step_is_refused_with_a_diff():
     changes = {
         "seed=1": "seed=1: the run has 0",
         "steps=5": "steps=5: the run has 10; it may grow; to make it less",
-        "scheduler=constant": "scheduler._target_",
+        "scheduler=constant": "scheduler=constant: the run has scheduler=cosine",
         "recipe=quickstart": "data.max_length",
     }
     with pytest.raises(ConfigError) as raised:

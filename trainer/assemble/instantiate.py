@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -26,7 +27,7 @@ import torch
 from trainer.config import components
 from trainer.config.command_words import READING
 from trainer.config.data_sets import component_of, source_components
-from trainer.config.messages import clip, show
+from trainer.config.messages import near_file, one_line, show
 from trainer.config.option_files import LIBRARIES, options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
@@ -85,6 +86,10 @@ def look_up(
 
 def _meant(error: BaseException) -> str:
     """Offer the nearest name that a module, or class, has."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        path = near_file(f"{error.name.replace('.', os.sep)}.py") or ""
+        module = path.removesuffix(".py")
+        return f". Did you mean {module.replace(os.sep, '.')}?" if module != path else ""
     if not isinstance(error, AttributeError) or not error.obj:
         return ""
     # A rank is started anew, and its `__main__` is not the script that the user started.
@@ -284,6 +289,7 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
             hint = f"It takes {', '.join(parameters) or 'none'}."
             if near := difflib.get_close_matches(name, parameters, n=1):
                 hint = f"Did you mean {key}.{near[0]}?"
-            faults.append(clip(f"{key}.{name}: {target.__name__} takes no such argument. {hint}"))
+            text = f"{key}.{name}: {target.__name__} takes no such argument. {hint}"
+            faults.append(one_line(text))
     if faults:
         raise ConfigError(*faults)

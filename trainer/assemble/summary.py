@@ -315,7 +315,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         # The largest power of two that leaves ten steps an epoch.
         tenth = 1 << max(1, there // 10).bit_length() - 1
         warnings.append(
-            f"{named}{asked} is more than the {there} {unit} of an epoch, so each step uses the "
+            f"{named}{asked} is more than the {there:,} {unit} of an epoch, so each step uses the "
             f"whole epoch; set {named}{tenth} for {plural(there // tenth, 'step')} an epoch"
         )
     pieces = max(p.num_micro_batches for p in run_plan.plans)

@@ -94,10 +94,11 @@ def memory_of_rank(run: Run, resident_bytes: int) -> tuple[MemoryLimit | None, b
     if limit is None or run.planned_device.type != "cpu":
         return limit, is_here
     per_token = sum(field.nbytes for field in run.example.values()) / float(lengths.max())
-    each = float(lengths.mean())
+    # A step never has more than an epoch.
+    tokens = min(run.data.order.sizes.largest, len(lengths)) * float(lengths.mean())
     if config.batch.unit == "tokens":
-        each = 1.0
-    of_step = int(per_token * each * run.data.order.sizes.largest / world.size)
+        tokens = min(run.data.order.sizes.largest, float(lengths.sum()))
+    of_step = int(per_token * tokens / world.size)
     inputs = of_step
     # The next step's are loaded ahead.
     if of_step <= PREFETCH_LIMIT_BYTES:

@@ -23,6 +23,7 @@ from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
 from trainer.checkpoint.manifest import DamagedError, OtherFormatError
 from trainer.checkpoint.state import plain_name, state_of
+from trainer.checkpoint.stated_model import settings_of_model
 from trainer.checkpoint.store import MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.config.messages import clip, first_of
@@ -129,6 +130,8 @@ class StoredWeights:
         (found, fault), state = self._match(model), model.state_dict(keep_vars=True)
         if fault:
             remedy = "init= needs weights of this very model"
+            if isinstance(self.source, Path) and (typed := settings_of_model(self.source)):
+                remedy += f"; theirs is {typed}"
             if self.is_resumed:
                 remedy = "resume with the model that was trained, or use init= to take over weights"
             raise NoCheckpointError(f"{self.source}: does not fit the model: {fault}: {remedy}")

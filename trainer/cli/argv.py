@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import final
 
 from trainer.cli.feature_commands import feature_commands
+from trainer.cli.typed_files import setting_of_file
 from trainer.config.command_words import READING_COMMANDS
-from trainer.config.messages import clip, did_you_mean
+from trainer.config.messages import clip, did_you_mean, one_line, show
 from trainer.core.errors import ConfigError
 from trainer.report.views import views
 
@@ -153,6 +154,19 @@ def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     return [clip(fault), *found]
 
 
+def _hint_for_key(word: str) -> str:
+    """Say that a key, ours or another trainer's, takes a value; empty where a word is none."""
+    from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
+    from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, hint_for  # noqa: PLC0415
+
+    sections = {key.partition(".")[0] for key in KEYS}
+    is_own = word in KEYS or ("." in word and word.partition(".")[0] in sections)
+    hint = ""
+    if word not in KEYS and (is_own or word in {*OTHER_WORDS, *NONE_HERE}):
+        hint = hint_for(word, KEYS)
+    return hint or f" Did you mean {word}=VALUE?" * is_own
+
+
 def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str]) -> list[str]:
     """Take one flag, with its value where it has one, and return its faults."""
     words = _WORDS.get(flag, ())
@@ -165,6 +179,9 @@ def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str])
     flags[flag] = value
     if words and value not in words:
         near = did_you_mean(value, words)
+        # Other programs have a flag `-c` for a file of settings.
+        if meant := setting_of_file(value):
+            near = f" Did you mean {meant}?"
         return [f"{flag}={value}: no such view.{near} Choices: {', '.join(words)}"]
     return []
 
@@ -182,9 +199,9 @@ def _unknown_word(word: str) -> str:
     if word.startswith("-"):
         near = did_you_mean(word, (*_SWITCHES, *_VALUED))
         return clip(f"{word}: unknown flag.{near} Settings are key=value; see train --help")
-    near = did_you_mean(word, (*COMMAND_HELP, "--help"))
+    near = _hint_for_key(word) or did_you_mean(word, (*COMMAND_HELP, "--help"))
     if word in ("test", "infer", "inference"):
         near = " For predictions: train predict run=RUN data.path=FILE."
-    if "." in word:
-        near = f" Did you mean {word}=VALUE?"
-    return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMAND_HELP)}")
+    if meant := setting_of_file(word):
+        near = f" Did you mean {meant}?"
+    return one_line(f"{show(word)}: unknown command.{near} Choices: {', '.join(COMMAND_HELP)}")

@@ -37,7 +37,7 @@ from trainer.cli.plugins import EXTRAS, load_plugins, switch_off_reports, withou
 from trainer.config import components, consent, recipes
 from trainer.config.consent import TARGET
 from trainer.config.keys import KEYS
-from trainer.config.messages import clip, lookup
+from trainer.config.messages import clip, lookup, one_line
 from trainer.config.option_files import OWN, data_dir
 from trainer.config.recipes import other_versions
 from trainer.config.run_config import RunConfig
@@ -204,7 +204,7 @@ class Composer:
                 key, is_unknown, _ = fault.partition(": unknown setting.")
                 # A key that was not typed is the recipe's, and may be one of another version.
                 if versions and is_unknown and key not in keys:
-                    faults[number] = clip(f"{fault}; {versions}")
+                    faults[number] = one_line(f"{fault}; {versions}")
             raise ConfigError(*dict.fromkeys(faults))
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
         node = OmegaConf.to_container(full.hydra, resolve=False)
@@ -261,9 +261,10 @@ def explain(error: BaseException) -> list[str]:
         # Of a recipe that another extends
         if group == recipes.RECIPE_GROUP:
             place = str(error).partition(":")[0]
-            return [clip(f"{place}: {no_such_option(group, name, recipes.available())}")]
+            return [one_line(f"{place}: {no_such_option(group, name, recipes.available())}")]
         if error.options:
             options = dict.fromkeys([*error.options, *EXTRAS.get(group, ())])
+            options.pop(OWN, None)
             return [no_such_option(group, name, [*options])]
     return [clip(str(error).partition("See https://")[0])]
 

@@ -7,7 +7,9 @@ answers a number where an option's name is due with a traceback. Here each of th
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from trainer.config import recipes
 from trainer.config.components import COMPONENTS
 from trainer.config.consent import TARGET
 from trainer.config.keys import KEYS
-from trainer.config.messages import clip, did_you_mean, flat, show
+from trainer.config.messages import clip, did_you_mean, flat, one_line, show
 from trainer.config.option_files import OWN
 from trainer.config.other_trainers import REFUSED_CLASSES
 from trainer.config.validate import secret_fault
@@ -38,6 +40,11 @@ _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
 _HOME = re.compile(r""""[^"]*"|'[^']*'|(?<=[=\[,:({\s])~[^,\]})]*""")
 # Of a mapping whose braces a shell has taken
 _PAIR = re.compile(r"[\w.*-]+:(?!//).+")
+_UNREAD = "cannot be read"
+_NOT_READ = (HydraException, ValueError, RecursionError, OSError)
+_NO_VALUE = re.compile(r",+(?=[,\]})]|$)")
+_BRACKETS = {"[": "]", "{": "}", "(": ")"}
+_OPENERS = {closer: opener for opener, closer in _BRACKETS.items()}
 # One of several names, in quotes or not
 _WORD = re.compile(r""""[^"]*"|'[^']*'|[^\[\](),"']+""")
 
@@ -85,12 +92,8 @@ def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Overrid
         except ConfigError as error:
             faults += error.faults
             continue
-        except (HydraException, ValueError, RecursionError, OSError):
-            key, equals, _ = line.partition("=")
-            fault = f"cannot be read; quote special characters: '{key}=\"...\"'"
-            if not equals:
-                fault = f"needs a value, as in {line}=VALUE"
-            faults.append(clip(f"{line}: {fault}"))
+        except _NOT_READ:
+            faults.append(_unread_fault(line))
             continue
         key = dotted(override)
         # The option of a group may go to several packages of Hydra's.
@@ -115,12 +118,32 @@ def distinct(faults: Sequence[str]) -> list[str]:
     """Give each fault once, and nothing more of a key whose value could not be read."""
     unread, found = set[str](), list[str]()
     for fault in faults:
-        if ": cannot be read; " in fault:
+        if f": {_UNREAD}" in fault:
             unread.add(fault.partition("=")[0].lstrip("+"))
     for fault in dict.fromkeys(faults):
         if fault.partition(": ")[0] not in unread:
             found.append(fault)
     return found
+
+
+def _unread_fault(line: str) -> str:
+    """Say what in a setting the grammar does not take, and how it is typed."""
+    key, equals, value = line.partition("=")
+    if not equals:
+        return clip(f"{line}: needs a value, as in {line}=VALUE")
+    begin, end = value[:1], value[-1:]
+    why, meant = "", value
+    if _NO_VALUE.search(value):
+        why, meant = "a comma has no value behind it", _NO_VALUE.sub("", value)
+    elif begin in _BRACKETS and value.count(begin) > value.count(_BRACKETS[begin]):
+        why, meant = f"{begin} is not closed", f"{value}{_BRACKETS[begin]}"
+    elif end in _OPENERS and value.count(end) > value.count(_OPENERS[end]):
+        why, meant = f"{end} closes nothing", f"{_OPENERS[end]}{value}"
+    with suppress(*_NOT_READ):
+        if why:
+            read_override(f"{key}={meant}")
+            return clip(f"{line}: {_UNREAD}: {why}; type {shlex.quote(f'{key}={meant}')}")
+    return clip(f"{line}: {_UNREAD}; quote special characters: '{key}=\"...\"'")
 
 
 def _read_typed(line: str) -> Override:
@@ -275,14 +298,15 @@ def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
             yield no_such_option(key, name, options)
         elif not isinstance(name, str) and not is_file:
             remedy = f"takes the name of an option; set a value with {key}.KEY=VALUE"
-            yield clip(f"{key}={show(name)}: {remedy}. Choices: {', '.join(options)}")
+            yield one_line(f"{key}={show(name)}: {remedy}. Choices: {', '.join(options)}")
 
 
 def no_such_option(group: str, name: str, options: Sequence[str]) -> str:
     """Say in a line which options there are."""
     if group == "optimizer" and (why := REFUSED_CLASSES.get(f"torch.optim.{name}".lower())):
-        return clip(f"{group}={name}: {why}")
+        return one_line(f"{group}={show(name)}: {why}")
     near = did_you_mean(name, options)
     if "." in name and group in COMPONENTS:
         near = f" For a class of your own: {group}.{TARGET}={name}."
-    return clip(f"{group}={name}: no such option.{near} Choices: {', '.join(options)}")
+    choices = ", ".join(options)
+    return one_line(f"{group}={show(name)}: no such option.{near} Choices: {choices}")

@@ -17,7 +17,7 @@ from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, Exist
 from trainer.config.consent import refuse_odd_files
 from trainer.config.data_sets import sources
 from trainer.config.declared import declared
-from trainer.config.messages import clip, flat
+from trainer.config.messages import clip, did_you_mean_file, flat, line
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.format import expanded
@@ -88,13 +88,16 @@ def refuse_missing(config: RunConfig) -> None:
     """Refuse a run whose data or weights are not there; some commands read no data."""
     init, paths = config.init, {"data.eval_path": config.data.eval_path}
     for key, each in (("data", config.data), *config.listed()):
-        if owner_of(key) and declared(each.target).types.get("path") is ExistingPath:
+        kind = declared(each.target).types.get("path")
+        if owner_of(key) and ExistingPath in (kind, *get_args(kind)):
             paths[f"{key}.path"] = each.params.get("path")
     if config.command in commands_without_data():
         paths.clear()
     for key, path in paths.items():
         if path and not exists(path):
-            raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
+            meant = did_you_mean_file(path)
+            text = f"no such file or folder{_below(path)}{meant and f'.{meant}'}"
+            raise DataError(line(key, path, text))
     if init is not None:
         if not exists(str(source := weights_path(init))):
             fault = f"no such file or folder{_below(init)}, and no run of this name"

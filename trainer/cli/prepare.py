@@ -197,7 +197,7 @@ def _check_over(
     if key is not None:
         overrides.append(read_override(f"{key}={quote(run)}"))
     job = composer.check(overrides, replayed=replayed, own_classes=consent.own_classes(run))
-    saved_runs.refuse_changes(run, job.config)
+    saved_runs.refuse_changes(run, job.config, {*map(dotted, typed)})
     return job
 
 

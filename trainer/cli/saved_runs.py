@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -20,7 +20,7 @@ from trainer.config.command_words import OF_OTHER_DATA, READING
 from trainer.config.components import EVAL_SETS
 from trainer.config.consent import acting, refuse_odd_files
 from trainer.config.data_sets import OF_OWN_DATA
-from trainer.config.messages import clip
+from trainer.config.messages import ancestors, line, one_line
 from trainer.config.validate import from_plain
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -158,7 +158,7 @@ def saved_overrides(run: RunFolder, own_folder: str | None) -> list[Override]:
         elif not any(acting(key, override.value(), own_folder)):
             harmless.append(override)
     if faults:
-        raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
+        raise ConfigError(*(one_line(f"{path}: {fault}") for fault in faults))
     return harmless
 
 
@@ -214,16 +214,44 @@ def is_finished(run: RunFolder, config: run_config.RunConfig) -> bool:
     return isinstance(epochs, int) and epochs >= config.total_epochs
 
 
-def refuse_changes(run: RunFolder, config: run_config.RunConfig) -> None:
-    """Compare the step of a run, or what its figures depend on, with what is asked for now."""
+def refuse_changes(
+    run: RunFolder, config: run_config.RunConfig, typed: Collection[str] = ()
+) -> None:
+    """Compare the step of a run, or what its figures depend on, with what is asked for now.
+
+    Of the keys that were `typed`, each is a line, with all that follows from it.
+    """
     try:
-        old = run_config.contract(from_plain(run.config()))
+        before = from_plain(run.config())
+        old = run_config.contract(before)
     except ConfigError as error:
         hint = f"to go on from its weights, init={run}"
-        lines = (clip(f"{run.path / RunFolder.CONFIG}: {fault}; {hint}") for fault in error.faults)
+        lines = (
+            one_line(f"{run.path / RunFolder.CONFIG}: {fault}; {hint}") for fault in error.faults
+        )
         raise ConfigError(*lines) from None
     compare = run_config.step_faults
     if config.command in READING:
         compare = run_config.reading_faults
-    if faults := compare(config, old):
-        raise ConfigError(*faults)
+    faults = dict[str, str]()
+    for fault in compare(config, old):
+        key = fault.partition("=")[0]
+        owner = next((each for each in (key, *ancestors(key)) if each in typed), key)
+        option, had = (each.choices.get(owner.replace(".", "/")) for each in (config, before))
+        text = fault
+        if owner != key and option != had:
+            # An option was typed, of whose settings this is the first.
+            text = line(owner, option, _of_group(fault, key, owner, str(had)))
+        faults.setdefault(owner, text)
+    own = [fault for key, fault in faults.items() if key in typed]
+    # A recipe has keys that were not typed.
+    if "recipe" in typed:
+        own = []
+    if faults:
+        raise ConfigError(*(own or faults.values()))
+
+
+def _of_group(fault: str, key: str, group: str, had: str) -> str:
+    """Turn what is said of a setting into what is to be said of its group's option."""
+    remedy = fault.partition("; ")[2].replace(f"resume_allow=[{key}]", f"resume_allow=[{group}]")
+    return f"the run has {group}={had}; {remedy}"

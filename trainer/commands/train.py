@@ -20,7 +20,7 @@ from trainer.core.errors import GO_ON, Preempted
 from trainer.core.rows import record_of
 from trainer.core.world import World
 from trainer.report.run_status import to_go_on
-from trainer.training.loop import train
+from trainer.training.loop import refuse_unknown_metrics, train
 from trainer.training.tracing import tracing
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     run_plan = prepare_on_main(run, saved.cut)
     plan = record_of(rows := describe_run(run_plan))
     with open_run(run_plan, plan, store, saved, terms, own, stop) as opened:
+        refuse_unknown_metrics(opened)
         announce(opened, run_plan.run, rows, plan, saved)
         with tracing(world, config.profile, opened.progress.step, folder, opened.reporter.warn):
             train(opened)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
@@ -22,6 +22,7 @@ from trainer.config import components
 from trainer.config.components import Number, PlainText, Whole
 
 _TYPES = components.__name__
+_OBJECTIVE = "trainer.objectives.base.Objective"
 _PLAIN: Mapping[str, Any] = {
     **{"bool": bool, "int": Whole, "float": Number, "str": PlainText},
     "dict[str, Any]": dict[str, Any],
@@ -78,6 +79,29 @@ def declared(target: str) -> Declared:
     for base in bases:
         types, flags = {**base.types, **types}, {**base.flags, **flags}
     return Declared(types, flags, any(base.takes_more for base in bases))
+
+
+def metrics_of(objective: str) -> Collection[str] | None:
+    """Give the metrics that a class of objectives lists itself, beside those that a run asks for.
+
+    None where its source does not tell: it computes metrics of its own, or is a function.
+    """
+    if objective == _OBJECTIVE:
+        return ()
+    module_name, _, name = objective.rpartition(".")
+    module = _read(module_name)
+    definition = module.definitions.get(name) if module else None
+    if module is None or not isinstance(definition, ast.ClassDef):
+        return None
+    for each in definition.body:
+        match each:
+            case ast.FunctionDef(name="metrics" | "figures"):
+                return None
+            case ast.Assign(targets=[ast.Name(id="metric_names")], value=value):
+                with suppress(ValueError):
+                    return tuple(ast.literal_eval(value))
+                return None
+    return metrics_of(module.full_name(definition.bases[0])) if definition.bases else None
 
 
 def _of_call(module: _Module, function: ast.FunctionDef) -> Declared:

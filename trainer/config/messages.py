@@ -6,14 +6,15 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from trainer.config.components import Stages, alternatives
+from trainer.config.components import METRIC_NAMES, Metrics, Stages, alternatives
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
-from trainer.core.format import DTYPE_WORDS, shown_path
+from trainer.core.format import DTYPE_WORDS, expanded, shown_path
 
 Tree = Mapping[str, Any]  # a config as it is composed
 
@@ -36,8 +37,8 @@ NO_CLASS = "must be the import path of a class: package.Class"
 
 
 def line(key: str, value: object, text: str) -> str:
-    """Write one fault: `key=value: text`, at most `LINE_LIMIT` characters, no line break."""
-    return clip(f"{key}={show(value)}: {text}")
+    """Write one fault: `key=value: text`. The text is whole, and the value is not where long."""
+    return one_line(f"{key}={show(value)}: {text}")
 
 
 def value_fault(
@@ -58,6 +59,8 @@ def value_fault(
     for word, is_typed in words.items():
         if is_typed:
             choices.append(word)
+    if annotation == Metrics:
+        choices = [*METRIC_NAMES]
     has_example = not isinstance(example, bool) and example not in (None, [], MISSING, *choices)
     instance, near = "", ""
     if has_example and "e.g." not in either(words):
@@ -65,8 +68,9 @@ def value_fault(
     meant, size = _ALSO_CALLED.get(str(value).lower()), _UNFINISHED_SIZE.fullmatch(str(value))
     if meant in choices:
         near = f" Did you mean {meant}?"
-    elif isinstance(value, str):
-        near = did_you_mean(value, choices)
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(each, str) and each not in choices and not near:
+            near = did_you_mean(each, choices)
     # A number alone is meant in GiB.
     if size and "GiB" in either(words):
         near = f" Did you mean {size[1]}{size[2] or 'G'}iB?"
@@ -81,15 +85,21 @@ def _stage_fault(stages: Any, entry: Sequence[object]) -> str:  # noqa: ANN401 -
     return f"the size {show(size)} at {entry[0]} must be a whole number of at least 1, such as 64"
 
 
-def clip(text: str) -> str:
-    """Bring a text into one printable line of at most `LINE_LIMIT` characters, without secrets.
+def one_line(text: str) -> str:
+    """Bring a text of ours into one printable line without secrets.
 
-    Long paths lose their middle first, since what to do stands at the end of a line.
+    In a long one, long words such as paths lose their middle. Lists of choices stay whole.
     """
     words = " ".join(without_secrets(text, os.environ).split())
     text = "".join(c if c.isprintable() else "?" for c in words)
     if len(text) > LINE_LIMIT:
         text = re.sub(rf"\S{{{_VALUE_LIMIT},}}", lambda m: f"{m[0][:20]}...{m[0][-37:]}", text)
+    return text
+
+
+def clip(text: str) -> str:
+    """Bring a text that others wrote into one line, and cut it after `LINE_LIMIT` characters."""
+    text = one_line(text)
     if len(text) > LINE_LIMIT:
         text = text[: LINE_LIMIT - 3] + "..."
     return text
@@ -101,6 +111,8 @@ def show(value: object) -> str:
     if isinstance(value, Mapping):
         pairs = [f"{name}: {show(each)}" for name, each in value.items()]
         text = f"{{{', '.join(pairs)}}}"
+    elif isinstance(value, list | tuple):
+        text = f"[{','.join(map(show, value))}]"
     elif not isinstance(value, str):
         text = json.dumps(value, default=str, separators=(",", ":"))
     elif value.startswith(os.sep):
@@ -141,12 +153,61 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
             beside[name] = key
         elif key not in above:
             elsewhere.append(key)
-    near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=MIN_SIMILARITY)]
+    near = [beside[name] for name in near_names(last, beside)]
     for key in elsewhere:
         if key.rpartition(".")[2] == last:
             near.append(key)
-    near += get_close_matches(word.lower(), elsewhere, n=1, cutoff=MIN_SIMILARITY)
+    near += near_names(word, elsewhere)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def near_names(word: str, names: Iterable[str]) -> list[str]:
+    """Give the names that a word is spelt like, or begins, the nearest first."""
+    word, by_small = word.lower(), {name.lower(): name for name in names}
+    begun = list[str]()
+    for name in sorted(by_small, key=len):
+        if name.startswith(word) and len(word) >= _FEW:
+            begun.append(name)
+    close = get_close_matches(word, by_small, n=_FEW, cutoff=MIN_SIMILARITY)
+    return [by_small[name] for name in dict.fromkeys([*begun, *close])]
+
+
+def did_you_mean_name(word: str, names: Iterable[str]) -> str:
+    """Offer the nearest name, such as that of a column, in which a dot is no section."""
+    near = near_names(word, names)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def did_you_mean_file(path: str) -> str:
+    """Offer the nearest file or folder where a path leads nowhere."""
+    near = near_file(path)
+    return "" if near is None else f" Did you mean {shown_path(Path(near))}?"
+
+
+def near_file(path: str) -> str | None:
+    """Give the nearest name in the folder where a path leads nowhere, with what is before it."""
+    typed = expanded(path)
+    missing = [typed]
+    for folder in typed.parents:
+        if os.path.isdir(folder):  # noqa: PTH112 - of pathlib it raises for long names
+            break
+        missing.append(folder)
+    place = missing[-1]
+    # Names with the same suffix by what is before it, and the others
+    same_suffix, others = dict[str, str](), list[str]()
+    with suppress(OSError):
+        for each in place.parent.iterdir():
+            if each.suffix == place.suffix:
+                same_suffix[each.stem] = each.name
+            else:
+                others.append(each.name)
+    names = [same_suffix[stem] for stem in near_names(place.stem, same_suffix)]
+    for near in [*names, *near_names(place.name, others)]:
+        # What is behind the name that is wrong stays.
+        meant = Path(place.parent, near, typed.relative_to(place))
+        if os.path.exists(meant):  # noqa: PTH110 - as above
+            return str(meant)
+    return None
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
@@ -182,5 +243,5 @@ def refusals(compute: Callable[..., object], *sizes: Any) -> list[str]:  # noqa:
     try:
         compute(*sizes)
     except ConfigError as error:
-        return [*map(clip, error.faults)]
+        return [*map(one_line, error.faults)]
     return []

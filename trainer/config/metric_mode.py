@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from trainer.config.components import METRIC_NAMES
-from trainer.config.messages import line, refusals
+from trainer.config.components import AUTO_OBJECTIVE, EVAL_SETS, METRIC_NAMES, Metrics, fits
+from trainer.config.declared import metrics_of
+from trainer.config.messages import line, near_names, refusals
 from trainer.core.errors import ConfigError
 from trainer.core.run_folder import RunFolder
 
@@ -24,12 +24,10 @@ def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", 
         return mode
     words = set(metric.split("_"))
     if not words & (_SMALLER | _LARGER):
-        word, near = metric.removeprefix("eval_"), list[str]()
-        for name in _NAMES:
-            if name.startswith(word):
-                near.append(name)
-        near += get_close_matches(word, _NAMES)
-        meant = f" Did you mean eval_{near[0]}?" if near else ""
+        near = near_names(metric.removeprefix("eval_"), _NAMES)
+        meant = f" There are {', '.join(_NAMES)}."
+        if near:
+            meant = f" Did you mean eval_{near[0]}?"
         own = f"For one of your own, type {mode_key}=min or {mode_key}=max"
         if key == "stop.metric":
             own += " (where checkpoint.best is the same metric, or null)"
@@ -51,6 +49,7 @@ def metric_faults(view: Mapping[str, Any]) -> Iterator[str]:
             mode = stop_mode(view["checkpoint.best"], view[key], mode)
         if isinstance(view[key], str):
             yield from refusals(mode_of, key, view[key], mode, mode_key)
+            yield from _not_given(key, view[key], view)
     # Settings of the run that is named stay as they are.
     if view["stop.metric"] or view["resume"] or view["run"]:
         return
@@ -60,6 +59,26 @@ def metric_faults(view: Mapping[str, Any]) -> Iterator[str]:
     if view["checkpoint.best"] is None and view["checkpoint.mode"] in ("min", "max"):
         text = "needs a metric: type checkpoint.best=eval_loss, or stop.metric=eval_loss"
         yield line("checkpoint.mode", view["checkpoint.mode"], text)
+
+
+def _not_given(key: str, metric: str, view: Mapping[str, Any]) -> Iterator[str]:
+    """Name a metric that no evaluation gives, unless `objective.metrics` asks for it."""
+    name, asked = metric.removeprefix("eval_"), view["objective.metrics"] or ()
+    target = str(view["objective._target_"])
+    given = metrics_of(target)
+    # Of a model's own objective all that is known is that it may be of classes.
+    if target == AUTO_OBJECTIVE:
+        given = ("accuracy",)
+    for each in view:
+        section, is_set, rest = each.partition(f"{EVAL_SETS}.")
+        if is_set and not section:
+            name = name.removeprefix(f"{rest.partition('.')[0]}_")
+    is_asked_for = name in METRIC_NAMES or fits(Metrics, [name])
+    # The config of a run that is named is its own.
+    is_new = not (view["resume"] or view["run"])
+    if is_new and is_asked_for and given is not None and name not in {*given, *asked}:
+        text = f"evaluations give it with objective.metrics=[{','.join([*asked, name])}]"
+        yield line(key, metric, text)
 
 
 def title_of(metric: str) -> str:

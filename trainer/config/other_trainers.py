@@ -5,7 +5,7 @@ The words stand in `other_trainers.yaml`, so that a name of another trainer's ne
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from trainer.config.keys import KEYS
 from trainer.config.option_files import load_yaml, options_of
 
 _WORDS = load_yaml(Path(__file__).with_name("other_trainers.yaml"))
-NONE_HERE: Mapping[str, str] = _WORDS["none"]
+NONE_HERE: Mapping[str, str] = {
+    word: how for how, words in _WORDS["none"].items() for word in words
+}
+"""Names of other trainers for what there is not, each with how it is here."""
 REFUSED: Mapping[str, str] = _WORDS["refused"]
 REFUSED_CLASSES: Mapping[str, str] = _WORDS["classes"]
 OTHER_WORDS: Mapping[str, str] = {
@@ -28,12 +31,22 @@ OTHER_WORDS: Mapping[str, str] = {
 
 def hint_for(key: str, offers: Collection[str]) -> str:
     """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
-    name = key.rpartition(".")[2]
+    *sections, name = key.split(".")
+    # A setting may lie in a section of theirs: `zero_optimization.stage`.
+    return _counterpart(name) or messages.did_you_mean(key, offers) or _first(sections)
+
+
+def _first(sections: Sequence[str]) -> str:
+    """Give what the innermost section is called here that has a counterpart."""
+    return next(filter(None, map(_counterpart, reversed(sections))), "")
+
+
+def _counterpart(name: str) -> str:
     if name in NONE_HERE:
         return f" Here {NONE_HERE[name]}"
     if name in OTHER_WORDS:
         return f" Did you mean {OTHER_WORDS[name]}?"
-    return messages.did_you_mean(key, offers)
+    return ""
 
 
 def suits(key: str, text: str) -> bool:
@@ -41,6 +54,8 @@ def suits(key: str, text: str) -> bool:
     owner, _, name = key.rpartition(".")
     if key == trackers.TRACKER_GROUP:
         return text in trackers.options()
+    if key == "recipe":
+        return text.endswith(".yaml")
     if key in {*components.COMPONENTS, "parallel"}:
         return text in options_of(key)
     kinds = list[Any]()

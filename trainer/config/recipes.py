@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 
 from trainer.config.components import COMPONENTS, GROUPS
 from trainer.config.consent import ONLY_TYPED, TARGET
-from trainer.config.messages import clip, lookup
+from trainer.config.messages import clip, did_you_mean_file, line, lookup, one_line
 from trainer.config.option_files import OWN, data_dir
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
@@ -79,7 +79,9 @@ def locate(typed: str) -> str:
         path = path.with_suffix(".yaml")
     # A name that is too long raises in pathlib.
     if path.suffix != ".yaml" or not os.path.isfile(path):  # noqa: PTH113
-        raise ConfigError(clip(f"recipe={typed}: no such file whose name ends in .yaml"))
+        meant = did_you_mean_file(typed)
+        text = f"no such file whose name ends in .yaml{meant and f'.{meant}'}"
+        raise ConfigError(line("recipe", typed, text))
     return str(path)
 
 
@@ -110,15 +112,15 @@ def read_recipe(path: Path) -> dict[str, Any]:
             content = _with_choices({str(key): value for key, value in tree.items()})
             faults = [*vet(content)]
     except yaml.MarkedYAMLError as error:
-        fault = str(error.problem)
+        fault = clip(str(error.problem))
         if error.problem_mark:
             # YAML counts lines from 0.
             fault = f"line {error.problem_mark.line + 1}: {fault}"
         faults = [fault]
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        faults = [str(error)]
+        faults = [clip(str(error))]
     if faults:
-        raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
+        raise ConfigError(*(one_line(f"{path}: {fault}") for fault in faults))
     return content
 
 

@@ -282,7 +282,7 @@ class Composed:
         if "_target_" in names:
             names.remove("_target_")
         near = messages.did_you_mean(key, [f"{place}.{each}" for each in names])
-        return messages.clip(f"{key}: unknown setting.{near or ' It has ' + ', '.join(names)}")
+        return messages.one_line(f"{key}: unknown setting.{near or ' It has ' + ', '.join(names)}")
 
     def unknown(self, key: str, value: object) -> str:
         """Say what is meant by a key that is none."""
@@ -309,7 +309,7 @@ class Composed:
                 if f"{owner}.{each}" in offers:
                     names.append(each)
             hint = f" {self._option(owner)} has {', '.join(names) or 'none'}"
-        return messages.clip(f"{key}: unknown setting.{hint}")
+        return messages.one_line(f"{key}: unknown setting.{hint}")
 
     def schema_faults(self, error: ValidationError) -> Iterator[str]:
         """Put the errors of pydantic into the words of the interface."""

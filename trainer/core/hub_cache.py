@@ -16,6 +16,9 @@ from trainer.core.format import expanded
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """A model or data set on the hub: `gpt2`, `org/name`."""
 
+_no_address = set[str]()
+"""Hosts of the hub that were looked for in vain."""
+
 
 def hub_name(source: str) -> str | None:
     """Give the name on the hub of what was loaded; None of a folder that has none.
@@ -64,10 +67,21 @@ def read_cache_without_network(typed: str) -> None:
     try:
         socket.getaddrinfo(host, 443)
     except OSError:
+        _no_address.add(str(host))
         os.environ["HF_HUB_OFFLINE"] = "1"
         if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
             # The library read the variable as it was imported.
             vars(constants)["HF_HUB_OFFLINE"] = True
+
+
+def why_absent(what: str) -> str:
+    """Say that a path, or name on the hub, is nowhere, and whether the hub was asked."""
+    text = f"no such file or folder, and no {what} of this name"
+    if _no_address:
+        return f"{text} in the cache of the hub, which cannot be reached from here"
+    if os.environ.get("HF_HUB_OFFLINE") in {"1", "true", "TRUE", "yes", "on"}:
+        return f"{text} in the cache of the hub, which is not asked: HF_HUB_OFFLINE=1 is set"
+    return f"{text} that the hub gives"
 
 
 def model_folder(source: str) -> str:

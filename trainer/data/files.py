@@ -18,6 +18,7 @@ from typing import final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trainer.config.messages import did_you_mean_file, line
 from trainer.core import signals
 from trainer.core.errors import DataError
 from trainer.core.format import plural
@@ -66,7 +67,9 @@ def files_at(
     if path.is_file():
         return Listing([path])
     if not path.is_dir():
-        raise DataError(f"data.path={path}: no such file or folder")
+        meant = did_you_mean_file(str(path))
+        text = f"no such file or folder{meant and f'.{meant}'}"
+        raise DataError(line("data.path", str(path), text))
     found, num_runs = _walk(path)
     if not found and not num_runs:
         raise DataError(f"data.path={path}: the folder holds no {kind}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import groupby
@@ -130,7 +131,8 @@ def csv_rows_of(file: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"data: {file}:{number}: not CSV ({error})") from error
     except UnicodeDecodeError as error:
         place = f"{file}:{found.line_num + 1}"
-        raise DataError(f"data: {place}: {fault(error)[1]}") from error
+        remedy = f"save it as UTF-8: iconv -f latin1 -t utf-8 {shlex.quote(file.name)} > new.csv"
+        raise DataError(f"data: {place}: {fault(error)[1]}; {remedy}") from error
 
 
 def holds_list(file: Path) -> bool:

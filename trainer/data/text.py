@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from trainer.config.components import ExistingPath, FieldName, Overlong, Pair, Share
+from trainer.config.messages import near_names
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.rows import Row, RunFacts, row
@@ -166,7 +167,8 @@ def _text_in(record: bytes, name: str) -> bytes:
     fields = lines.json_object(record)
     if name not in fields:
         has = ", ".join(map(repr, fields)) or "none"
-        raise ValueError(f"no field {name!r}; it has {has}; data.field=NAME takes another")
+        meant = [*near_names(name, fields), *fields][:1] or ["NAME"]
+        raise ValueError(f"no field {name!r}; it has {has}; data.field={meant[0]} takes another")
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -30,6 +31,11 @@ _SENT = {
     "SIGKILL": ", as the system often does when memory runs out",
     "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync)",
 }
+
+# `[.../pair.cc:537] Read error [10.0.0.2]:32900: Connection reset by peer. This is typically ...`
+_GLOO = re.compile(
+    r"\.cc:\d+\] (?P<what>[A-Z][a-z ]+) \[(?P<address>[\w.:]+)\]:\d+(: (?P<why>[\w ]+))?"
+)
 
 
 @final
@@ -87,7 +93,29 @@ class Records:
         return Ended(**{**found, "place": RankPosition(**found["place"])})
 
 
-def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
+def lost_rank(text: str, rank: int, hosts: Mapping[int, Sequence[str]]) -> str | None:
+    """Read from what gloo says on one rank which other one it lost; None where it says none.
+
+    `hosts` are what the host of each rank is called, the name that a person knows first.
+    """
+    found = _GLOO.search(text)
+    if found is None:
+        return None
+    address = found["address"].removeprefix("::ffff:")
+    there, host = list[str](), address
+    for other, names in hosts.items():
+        if address in names and other != rank:
+            there.append(str(other))
+            host = names[0]
+    who = "another rank"
+    if there:
+        who = f"one of the ranks {', '.join(there)}" if there[1:] else f"rank {there[0]}"
+    return f"lost {who} on {host} ({found['why'] or found['what']}), whose own output says why"
+
+
+def describe_end(
+    error: BaseException, folder: Path, rank: int, hosts: Mapping[int, Sequence[str]]
+) -> dict[str, Any]:
     """Describe an error: `code`, and what it is.
 
     That is `error` and `text` of what a user can act on, or `crash` of anything else. Tracebacks of
@@ -111,7 +139,8 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
     if isinstance(error, errors.TrainError):
         report = errors.error_to_dict(error)
         return {**report, "text": report["text"] + where}
-    text = without_secrets(described(error), os.environ)[:300]
+    text = without_secrets(described(error), os.environ)
+    text = lost_rank(text, rank, hosts) or text[:300]
     return {"crash": text + where, "code": 1}
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,6 +34,7 @@ from trainer.report.mirror import is_hanging
 if TYPE_CHECKING:
     from trainer.core.world import World
 
+_NOTHING = digests({"resume": None})["resume"]
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -76,7 +78,7 @@ def _work(
     job: Mapping[str, Any], member: Membership, records: Records, rank_progress: RankProgress
 ) -> dict[str, Any]:
     """Run the command among the other ranks, and describe how it ended."""
-    folder, has_met = Path(job["folder"]), False
+    folder, has_met, hosts = Path(job["folder"]), False, dict[int, list[str]]()
     try:
         with stop_signals(ends_at_second=False) as stop:
             from trainer.commands.verify_sync import verify_sync  # noqa: PLC0415 - imports torch
@@ -87,6 +89,7 @@ def _work(
                 _redirect(RunFolder(folder).rank_log(config.command, member.rank))
             with joined_session(config, member, rank_progress) as world:
                 has_met = True
+                hosts |= enumerate(world.collect(_names_of_host(member)))
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
                     _redirect(RunFolder(folder).rank_log(config.command, member.rank))
@@ -96,7 +99,7 @@ def _work(
                     return {"code": verify_sync(config, folder, world, stop)}
                 return {"code": run_rank(config, folder, world, stop)}
     except BaseException as error:
-        return {**describe_end(error, folder, member.rank), "has_met": has_met}
+        return {**describe_end(error, folder, member.rank, hosts), "has_met": has_met}
 
 
 def _redirect(log: Path | None) -> None:
@@ -106,6 +109,21 @@ def _redirect(log: Path | None) -> None:
         with durable.open_log(log) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+
+
+def _names_of_host(member: Membership) -> list[str]:
+    """Give this machine's name, and its addresses by which other ranks may know it."""
+    name = socket.gethostname()
+    found = [name]
+    with suppress(OSError):
+        found.append(socket.gethostbyname(name))
+    if not member.is_ours:
+        host, _, port = member.address.rpartition(":")
+        # By the interface that leads to the first rank; nothing is sent.
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((host, int(port)))
+            found.append(way.getsockname()[0])
+    return found
 
 
 def _agree(config: RunConfig, folder: Path, world: World) -> Path:
@@ -131,6 +149,16 @@ def _agree(config: RunConfig, folder: Path, world: World) -> Path:
                 f"({answers[0]['place']}); install the same on every host"
             )
         own, differing = answer["config"], list[str]()
+        if own["resume"] != first["resume"] and _NOTHING in (own["resume"], first["resume"]):
+            # Of `auto` it is the run that was found.
+            late, place = rank, answer["place"]
+            if first["resume"] == _NOTHING:
+                late, place = 0, answers[0]["place"]
+            raise ConfigError(
+                f"resume: rank {late} ({place.partition(' on ')[2]}) found no run to go on with, "
+                "where another rank did: every host needs the same folder of outputs; start in "
+                "one that they share, or type outputs=FOLDER"
+            )
         for key in sorted(own.keys() | first.keys()):
             if own.get(key) != first.get(key):
                 differing.append(key)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, final
 
-from trainer.config.messages import did_you_mean
+from trainer.config.messages import did_you_mean_name
 from trainer.config.metric_mode import Mode, mode_of
 from trainer.core.errors import ConfigError
 from trainer.core.format import plural
@@ -45,7 +45,7 @@ class BestMetric(Stateful):
         """Refuse a metric that an evaluation does not give."""
         names = [f"{_PREFIX}{name}" for name in means]
         if self.metric not in names:
-            near = did_you_mean(self.metric, names) or f" Evaluations give {', '.join(names)}"
+            near = did_you_mean_name(self.metric, names) or f" Evaluations give {', '.join(names)}"
             raise ConfigError(f"{self.key}={self.metric}: no evaluation of this run has it.{near}")
 
     def see(self, step: int, means: Mapping[str, float]) -> bool:

@@ -144,7 +144,6 @@ def train(run: OpenRun) -> None:
     """
     progress = run.progress
     _stop_if_asked(run)
-    _check_metrics(run)
     if progress.step > 0:
         _recall_best(run)
         # Which a signal may have ended after this step was saved.
@@ -274,8 +273,8 @@ def _take_evaluation(run: OpenRun, *, is_counted: bool = True) -> None:
         run.checkpointer.mark_best(progress.step)
 
 
-def _check_metrics(run: OpenRun) -> None:
-    """Refuse metrics that no evaluation gives before the first step: two samples show which."""
+def refuse_unknown_metrics(run: OpenRun) -> None:
+    """Refuse metrics that no evaluation gives: two held-out samples show which. Collective."""
     held_out = run.context.data.held_out
     for each in run.metrics.values():
         if not held_out:

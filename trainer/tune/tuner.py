@@ -381,6 +381,9 @@ def _refuse(variant: MemoryVariant) -> NoReturn:
         enough = (needed + limit.inputs) / (1 - limit.reserve)
         # What is left is rounded down to a byte.
         remedies.append(f"type accum.memory={math.ceil((enough + 1) / MEBI)}MiB or more")
+    # Samples of a step wait in memory.
+    if there < needed <= there + limit.inputs:
+        remedies.append("take a smaller batch.global")
     if fits > 1:
         remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
     if request.recompute is False:

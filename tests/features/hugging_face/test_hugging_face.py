@@ -341,7 +341,7 @@ def test_an_encoder_decoder_learns_a_target(tmp_path, words):
 
 PREFERRED = {"chosen": "a", "rejected": "b"}
 BAD: list[tuple[list[Any], dict[str, Any], str]] = [
-    ([{"body": "a"}], {}, "its columns are body, and causal_lm takes .* data.columns={text: body}"),
+    ([{"body": "a"}], {}, "are body, and causal_lm takes .* 'data.columns={text: body}'"),
     ([{"text": "a"}, ["b"]], {}, r"records.jsonl:2: not a JSON object but of type list"),
     ([{"text": "a"}, {"body": "b"}], {}, r"records.jsonl:2: no column 'text'; it has 'body'"),
     ([], {}, "holds no records"),
@@ -351,8 +351,8 @@ BAD: list[tuple[list[Any], dict[str, Any], str]] = [
     ([PREFERRED], {}, "preference pairs .*={messages: chosen}"),
     ([{"prompt": "a"} | PREFERRED], {}, "data.columns={prompt: prompt, completion: chosen}"),
     ([{"text": "a"}], {"task": "embedding"}, "embedding takes anchor and positive; say which"),
-    ([{"text": "a"}], {"columns": {"text": "body"}}, "no such column; there are text"),
-    ([{"text": "a"}], {"columns": {"body": "text"}}, "no such role; for causal_lm there are"),
+    ([{"text": "a"}], {"columns": {"text": "body"}}, "no such column. There are text"),
+    ([{"text": "a"}], {"columns": {"body": "text"}}, "no such role. For causal_lm there are"),
     ([{"text": "a"}], {"chat_template": "gone"}, "data.chat_template=gone: no such file"),
 ]
 
@@ -402,7 +402,7 @@ def test_bad_records_are_skipped_counted_and_named(tmp_path):
 CHOICES = {"question": "a", "choices": ["b", "c"], "answer": 0}
 ANSWERED = {"question": "a", "context": "b c", "answers": {"text": ["c"], "answer_start": [2]}}
 ODD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("sequence_classification", {"text": "a", "label": 0}, {"label": [0]}, "is not a number"),
+    ("sequence_classification", {"text": "a", "label": 0}, {"label": [0]}, "is a list"),
     ("sequence_classification", {"text": "a", "label": 0.5}, {"label": -100.0}, "means none here"),
     ("question_answering", ANSWERED, {"answers": {"text": "c", "answer_start": 2}}, "two lists"),
     ("multiple_choice", CHOICES, {"answer": None}, "the label None is none of its 2 choices"),

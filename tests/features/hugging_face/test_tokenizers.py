@@ -39,9 +39,9 @@ def test_what_is_no_tokenizer_or_needs_code_of_its_folder_is_one_line(tmp_path):
         hugging_face_tokenizer()
     with pytest.raises(ConfigError, match=r"tokenizer.path=.*none: no tokenizer there"):
         tokenizer_of_model(str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"^model: gone: no such folder"):
+    with pytest.raises(ConfigError, match=r"^model: gone: no such file or folder"):
         tokenizer_of_model(model="gone")
-    with pytest.raises(ConfigError, match=r"gone: no such folder, and no tokenizer that the hub"):
+    with pytest.raises(ConfigError, match=r"gone: no such .*, and no tokenizer of this name"):
         hugging_face_tokenizer(str(tmp_path / "gone"))
     save_tokenizer(tmp_path)
     (tmp_path / "mine.py").write_text("raise SystemExit('run')")

@@ -1,6 +1,7 @@
 """What other trainers call a setting: one table of words, explained in `docs/coming-from/`."""
 
 import re
+import runpy
 
 import pytest
 
@@ -14,26 +15,30 @@ from trainer.config.other_trainers import _WORDS, NONE_HERE, OTHER_WORDS, REFUSE
 PAGES = {
     path.stem: path.read_text()
     for path in sorted((data_dir("conf").parent / "docs" / "coming-from").glob("*.md"))
-    if path.stem != "index"
+    if path.stem not in {"index", "all-words"}
 }
 OPTIONS = {group: {*options_of(group)} for group in GROUPS}
 OWN = {f"{group}.{key}" for group in GROUPS for keys in options_of(group).values() for key in keys}
-KNOWN = {*KEYS, *GROUPS, *OWN, *flat(trackers.options()), "scheduler._target_"}
+KNOWN = {*KEYS, *GROUPS, *OWN, *flat(trackers.options()), "scheduler._target_", "recipe"}
 
 
 def test_every_setting_that_is_meant_is_one_and_no_word_is_meant_twice():
     called = _WORDS["called"]
     assert {re.match(r"[\w.]+", each)[0] for each in called} <= KNOWN
-    words = [word for theirs in (*called.values(), NONE_HERE, REFUSED) for word in theirs]
+    lists = (*called.values(), *_WORDS["none"].values(), REFUSED)
+    words = [word for theirs in lists for word in theirs]
     assert len(words) == len({*words})
     assert not KNOWN & {*words}
     assert hint_for("trainer.max_steps", ()) == " Did you mean steps?"
     assert hint_for("tp_size", ()) == f" Here {NONE_HERE['tp_size']}"
 
 
-def test_every_word_that_is_answered_is_explained_on_a_page():
-    spans = " ".join(span for text in PAGES.values() for span in re.findall(r"`([^`]+)`", text))
-    assert {*OTHER_WORDS, *NONE_HERE, *REFUSED} <= {*re.findall(r"\w+", spans)}
+def test_the_page_of_all_words_is_what_is_answered():
+    docs = data_dir("conf").parent / "docs"
+    generated = runpy.run_path(str(docs / "coming_from.py"))["page"]()
+    page = (docs / "coming-from" / "all-words.md").read_text()
+    assert page == generated, "run `python docs/coming_from.py`"
+    assert {*OTHER_WORDS, *NONE_HERE, *REFUSED} == {*re.findall(r"^\| `(\w+)`", page, re.M)}
 
 
 @pytest.mark.parametrize("name", PAGES)

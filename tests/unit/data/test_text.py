@@ -72,7 +72,7 @@ def test_json_lines_are_known_by_their_suffix(folder, name):
     [
         (
             b'{"body": "x", "n": 1}',
-            "no field 'text'; it has 'body', 'n'; data.field=NAME takes another",
+            "no field 'text'; it has 'body', 'n'; data.field=body takes another",
         ),
         (b'{"text": 3}', "field 'text' is of type int, not a string"),
         (b'{"text": "\\ud800"}', "surrogates not allowed"),

@@ -17,7 +17,7 @@ from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
 from trainer.launch import supervise
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
+from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, lost_rank, verdict
 from trainer.launch.membership import Membership
 from trainer.launch.supervise import UNBEGUN_S, Child, Watch
 
@@ -150,6 +150,26 @@ def test_a_supervisor_of_one_rank_says_how_it_ended(report, place, says, tmp_pat
     at = RankPosition(step=2, phase=place[0], waits=place[1])
     end = Ended(1, 1, report, 1.0, at, is_killed=not report)
     assert str(verdict({1: end}, tmp_path, 600)).startswith(says)
+
+
+GLOO = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}. This is typically "
+    "caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
+)
+HOSTS = {0: ["one", "10.0.0.1"], 1: ["one", "10.0.0.1"], 2: ["two", "10.0.0.2"]}
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("537] Read error [10.0.0.2]:32900: Connection reset by peer", "rank 2 on two (Connection"),
+        ("553] Connection closed by peer [::ffff:10.0.0.1]:1", "rank 1 on one (Connection closed"),
+        ("553] Connection closed by peer [10.9.9.9]:1", "another rank on 10.9.9.9 (Connection"),
+    ],
+)
+def test_the_rank_that_gloo_lost_is_named_with_its_host(what, says):
+    assert lost_rank(GLOO.format(what), 0, HOSTS).startswith(f"lost {says}")
+    assert lost_rank("RuntimeError: injected", 0, HOSTS) is None
 
 
 COMPUTES, WAITS = RankPosition(2, "compute"), RankPosition(2, "agree", waits=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from trainer.config.components import Task
-from trainer.config.messages import did_you_mean
+from trainer.config.messages import did_you_mean_name, near_names
 from trainer.core.errors import ConfigError, DataError
 from trainer.features.hugging_face.task import TASKS, WORDS
 
@@ -72,17 +73,24 @@ def recognise(
         if found.keys() >= needed | named.keys():
             _refuse_unread(place, name, {*readable} - {*found.values()}, learns=learns)
             return Format(name, found, _unread(columns, found))
-    wanted = dict.fromkeys(" and ".join(usual) for _, usual in formats)
+    wanted = _wanted(formats)
     if not wanted:
         raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")
-    role = next(iter(wanted)).split()[0]
-    if "text" in wanted:
-        role = "text"
+    takes = " or ".join(map(" and ".join, wanted))
     raise DataError(
-        f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes "
-        f"{' or '.join(wanted)}; say which they are, e.g. "
-        f"data.columns={{{role}: {next(iter(columns), 'NAME')}}}"
+        f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes {takes}; say "
+        f"which they are, e.g. {shlex.quote(f'data.columns={_example(wanted, columns)}')}"
     )
+
+
+def _wanted(formats: Sequence[tuple[str, Collection[str]]]) -> list[list[str]]:
+    """Give the columns that each format cannot do without, once each."""
+    found = list[list[str]]()
+    for name, usual in formats:
+        needs = [each for each in usual if each not in _optional(name)]
+        if needs not in found:
+            found.append(needs)
+    return found
 
 
 def as_trained(
@@ -107,10 +115,12 @@ def as_trained(
         if column in columns:
             found[role] = column
         elif typed.get(role) not in {None, usual}:
-            raise ConfigError(f"data.columns={{{role}: {column}}}: {_no_column(columns)}")
+            raise ConfigError(
+                f"data.columns={{{role}: {column}}}: {_no_column(str(column), columns)}"
+            )
         elif role not in optional:
-            near = did_you_mean(str(column), columns)
-            example = near.removeprefix(" Did you mean ").removesuffix("?") or "NAME"
+            near = did_you_mean_name(str(column), columns)
+            example = next(iter(near_names(str(column), columns)), "NAME")
             raise DataError(
                 f"{place}: the run read {role} from column {column!r}, and there are "
                 f"{', '.join(columns) or 'none'}.{near} Type data.columns={{{role}: {example}}}"
@@ -136,6 +146,18 @@ def _without_learned(
     return found
 
 
+def _example(wanted: Sequence[Sequence[str]], columns: Collection[str]) -> str:
+    """Write a mapping of the fewest roles to columns, a text among them where there may be one."""
+    roles = min(wanted, key=lambda needed: ("text" not in needed, len(needed)))
+    left, pairs = [*columns], list[str]()
+    for role in roles:
+        near = [*near_names(role, left), *left, "NAME"]
+        if near[0] in left:
+            left.remove(near[0])
+        pairs.append(f"{role}: {near[0]}")
+    return f"{{{', '.join(pairs)}}}"
+
+
 def _typed_roles(
     typed: Mapping[str, str | None], columns: Collection[str]
 ) -> tuple[Collection[str], Mapping[str, str]]:
@@ -147,7 +169,7 @@ def _typed_roles(
         elif key in columns:  # the key is a column, and no role
             readable.remove(key)
         else:
-            raise ConfigError(f"data.columns={{{key}:null}}: {_no_column(columns)}")
+            raise ConfigError(f"data.columns={{{key}:null}}: {_no_column(key, columns)}")
     return readable, named
 
 
@@ -204,10 +226,12 @@ def _check_typed(
     for role, column in typed.items():
         text = f"data.columns={{{role}: {column}}}"
         if role not in roles:
-            raise ConfigError(f"{text}: no such role; for {task} there are {', '.join(roles)}")
+            near = did_you_mean_name(role, roles)
+            known = f" For {task} there are {', '.join(roles)}"
+            raise ConfigError(f"{text}: no such role.{near}{known}")
         if column not in columns:
-            raise ConfigError(f"{text}: {_no_column(columns)}")
+            raise ConfigError(f"{text}: {_no_column(column, columns)}")
 
 
-def _no_column(columns: Collection[str]) -> str:
-    return f"no such column; there are {', '.join(columns)}"
+def _no_column(name: str, columns: Collection[str]) -> str:
+    return f"no such column.{did_you_mean_name(name, columns)} There are {', '.join(columns)}"

@@ -54,6 +54,11 @@ class Labels:
         classes = "a number from 0"
         if self.names:
             classes = f"one of {', '.join(self.names)}"
+        if isinstance(value, list):
+            raise ValueError(
+                f"the label {value!r} is a list: a record has one label here; of several, as for "
+                "objective=multi_label, a data set of your own gives the tensor `labels`"
+            )
         raise ValueError(f"the label {value!r} is not {classes}")
 
 

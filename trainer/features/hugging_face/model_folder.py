@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.config.components import Pooling, Task
+from trainer.config.messages import did_you_mean_file
+from trainer.config.other_trainers import REFUSED
 from trainer.core.errors import ConfigError
-from trainer.core.hub_cache import model_files
+from trainer.core.hub_cache import model_files, why_absent
 
 _MOST = {r"(layers?|depths?|experts|blocks)$": 10_000, r"num_labels$": 100_000}
 """Layers, or experts of one, and labels: for each an object is made, or a name."""
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 _INPUT_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
@@ -53,6 +57,10 @@ def read_config(source: str) -> Any:  # noqa: ANN401 - any config
     names = settings.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{source}: architectures={names} in its config: no names of classes")
+    if settings.get("quantization_config"):
+        why = REFUSED["quantization"].partition(";")[0]
+        text = f"quantization_config in its config: {why}; take the model that it was made of"
+        raise ConfigError(f"{source}: {text}")
     if "transformers_weights" in settings:
         raise ConfigError(f"{source}: transformers_weights in its config is not read; take it out")
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -74,11 +82,25 @@ def refuse_sizes(settings: Mapping[str, Any], source: str) -> None:
                 raise ConfigError(f"{source}: {name}={most} in its config: above {limit:,}")
 
 
+def not_found(what: str, source: str) -> str:
+    """Say that a path, or name on the hub, is nowhere, and what is spelt like it."""
+    meant = did_you_mean_file(source)
+    return f"{why_absent(what)}.{meant}" if meant else why_absent(what)
+
+
+def refuse_adapter(path: str) -> None:
+    """Refuse an adapter in place of a model, and name the model that it is of."""
+    if model_files(path, _ADAPTER):
+        config, base = _read(path, _ADAPTER), None
+        if isinstance(config, dict):
+            base = config.get("base_model_name_or_path")
+        typed = shlex.quote(f"model.path={base or 'MODEL'}")
+        text = f"holds an adapter of {base or 'another model'}; type"
+        raise ConfigError(f"model.path={path}: {text} {typed} adapter=lora init={path}")
+
+
 def refuse_files(path: str) -> None:
-    """Refuse an adapter's weights, and an index that names other files than safetensors by it."""
-    if model_files(path, "adapter_config.json"):
-        text = "holds an adapter; type the model under it, with adapter=lora init="
-        raise ConfigError(f"model.path={path}: {text}{path}")
+    """Refuse an index of weights that names other files than safetensors beside it."""
     for index in model_files(path, _INDEX):
         for name in json.loads(index.read_text())["weight_map"].values():
             if Path(str(name)).name != name or not name.endswith(".safetensors"):

@@ -19,8 +19,10 @@ from trainer.core.user_code import quiet
 from trainer.features.hugging_face.classes import facts_of_loading, with_config_settings
 from trainer.features.hugging_face.lazy_loading import load_unread
 from trainer.features.hugging_face.model_folder import (
+    not_found,
     pooling_of,
     read_config,
+    refuse_adapter,
     refuse_files,
     refuse_sizes,
 )
@@ -57,6 +59,8 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     source = str(path or settings.get("model_type") or config)
     if not settings:
         read_cache_without_network(source)
+    if path is not None:
+        refuse_adapter(path)
     import transformers  # noqa: PLC0415 - seconds, and only for this option
 
     key = "model.config" if path is None else "model.path"
@@ -76,8 +80,9 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     except TrainError:
         raise
     except Exception as error:  # a config that is not as it should be breaks it anywhere
-        is_missing = isinstance(error, OSError) and not (settings or Path(source).exists())
-        raise ConfigError(f"{key}={source}: {_cause(error, is_missing=is_missing)}") from error
+        # Of a typed mapping nothing is looked for.
+        typed = "" if settings else source
+        raise ConfigError(f"{key}={source}: {_cause(error, typed)}") from error
     if num_classes is not None and not TASKS[made_for].has_classes:
         why = f"a model for {made_for} has no classes"
         facts = replace(facts, unused_arguments={"num_classes": why})
@@ -91,15 +96,15 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     return module, facts
 
 
-def _cause(error: Exception, *, is_missing: bool) -> str:
-    """Say in a line why transformers builds no model."""
+def _cause(error: Exception, typed: str) -> str:
+    """Say in a line why transformers builds no model of a path or name on the hub, if any."""
     text = f"transformers cannot build it: {' '.join(str(error).split())}"
     if "Unrecognized configuration class" in text:  # and a list of all there are
         return "transformers has no such model for this model.task; type another"
     if "trust_remote_code" in text:
         return "it needs code from its own folder, which is not run; use another"
-    if is_missing:
-        return "no such file or folder, and no model that the hub or its cache gives"
+    if isinstance(error, OSError) and typed and not Path(typed).exists():
+        return not_found("model", typed)
     return text
 
 

@@ -29,6 +29,7 @@ from trainer.core.user_code import quiet
 from trainer.data import lines
 from trainer.data.files import OTHER, Listing, files_at, progress, reading
 from trainer.data.split import HELD_OUT_NAMES, TRAIN
+from trainer.features.hugging_face.model_folder import not_found
 from trainer.plan.cut import IntArray
 
 _KINDS = {
@@ -321,8 +322,10 @@ def _explained(source: RecordSource) -> Iterator[None]:
         why = " ".join(str(causes[-1]).split())
         where = f"data.path={source.path}"
         if source.kind == "hub":
-            text = "no such file or folder, and no data set that the hub or its cache gives"
-            raise DataError(f"{where}: {text} ({why:.200})") from error
+            text = not_found("data set", source.path)
+            if not (isinstance(causes[-1], OSError) or "cached in None" in why):
+                text = f"cannot be loaded from the hub: {why:.200}"
+            raise DataError(f"{where}: {text}") from error
         raise DataError(f"{where}: cannot be read as {source.kind}: {why:.300}") from error
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.components import ExistingPath
+from trainer.config.messages import did_you_mean_file
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import model_folder, read_cache_without_network
+from trainer.features.hugging_face.model_folder import not_found
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 """Patterns of the files of which a folder with a tokenizer has at least one."""
@@ -37,7 +39,7 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
         if "trust_remote_code" in text:
             text = "it needs code from its own folder, which is not run; use another"
         elif not folder.is_dir():
-            text = f"no such folder, and no {what} that the hub or its cache gives"
+            text = not_found(what, source)
         raise ConfigError(f"{place}: {text}") from error
 
 
@@ -79,8 +81,8 @@ def read_template(typed: str | None) -> str | None:
         return typed
     file = expanded(typed)
     if not file.is_file():
-        text = "no such file, and no template, which has {"
-        raise ConfigError(f"data.chat_template={typed}: {text}")
+        text = f"no such file, and no template, which has {{.{did_you_mean_file(typed)}"
+        raise ConfigError(f"data.chat_template={typed}: {text.removesuffix('.')}")
     return file.read_text()
 
 

@@ -75,9 +75,10 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
                     table.report(sweep, Console())
     if interrupted or (sweep.is_parallel and (sweep.folder / STOP_FILE).exists()):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
-    if failed or {*codes} - {0, Preempted.exit_code}:
+    faulty = {*codes} - {0, Preempted.exit_code}
+    if failed or len(faulty) > 1:
         return 1
-    return max(codes, default=0)
+    return max(faulty or codes, default=0)
 
 
 def _codes(sweep: Sweep) -> list[int]:

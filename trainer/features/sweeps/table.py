@@ -116,11 +116,29 @@ def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
     if not is_comparable(metric, runs):
         yield f"{metric} is of other held-out samples or tokens in some jobs: ranks do not compare"
     if completed and rows[0]["rank"] is None:
-        given = list[str]()
-        for name, value in completed[0].items():
-            if "eval_" in name and value:
-                given.append(name)
-        yield f"sweep.metric={metric}: no job has it; evaluations gave {', '.join(given) or 'none'}"
+        yield f"sweep.metric={metric}: {_why_unranked(completed[0], runs, metric)}"
+
+
+def _why_unranked(row: Mapping[str, Any], runs: Sequence[RunFolder], metric: str) -> str:
+    """Say why no job that completed has the metric; the row is of one of them."""
+    if any(_is_null(run, metric) for run in runs):
+        return "it was no number in any job, as when losses are not finite"
+    given = list[str]()
+    for name, value in row.items():
+        if "eval_" in name and value:
+            given.append(name)
+    return f"no job has it; evaluations gave {', '.join(given) or 'none'}"
+
+
+def _is_null(run: RunFolder, metric: str) -> bool:
+    """Whether a job was evaluated, and the metric was no number."""
+    result = run.record(RunFolder.RESULT)
+    figures = [result, result.get("metrics")]
+    for name in (metric, metric.removeprefix("eval_")):
+        for each in figures:
+            if isinstance(each, dict) and name in each and each[name] is None:
+                return True
+    return False
 
 
 def _ranked(rows: list[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import uuid
 import warnings
@@ -11,12 +12,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from trainer.config.components import Address, NonEmptyText
 from trainer.config.messages import flat
 from trainer.report.tracker import TrackedRun, Tracker
 
 FILE, UNFINISHED_FILE, ID_TAG = "mlflow.db", ".tmp-mlflow-{}.db", "run_id"
+_PORTS = {"http": 80, "https": 443}
 # What MLflow takes in a request at most
 MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000
 
@@ -48,6 +52,10 @@ class MlflowTracker(Tracker):
         """See the base class."""
         from mlflow import MlflowClient  # noqa: PLC0415 - seconds
 
+        # It would try for minutes before it says so.
+        if self._uri and (why := why_no_answer(self._uri)):
+            text = f"mlflow.tracking_uri={self._uri}: no server answers ({why})"
+            run.warn(f"{text}; it is tried again, and metrics.jsonl has everything")
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module=r"(mlflow|alembic|sqlalchemy)\b")
         self._client = MlflowClient(self._uri or f"sqlite:///{_local(run.outputs)}")
@@ -120,6 +128,19 @@ class MlflowTracker(Tracker):
         params = [Param(k, str(v)[:LONGEST_PARAM]) for k, v in flat(config).items()]
         for begin in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])
+
+
+def why_no_answer(uri: str) -> str | None:
+    """Say why nothing listens at the address of a server; None where it does, or is no address."""
+    parts = urlsplit(uri)
+    if parts.scheme not in _PORTS or getproxies():
+        return None
+    try:
+        address = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        socket.create_connection(address, timeout=5.0).close()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
 
 
 def _local(outputs: Path) -> Path:
