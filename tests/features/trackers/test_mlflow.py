@@ -1,13 +1,29 @@
 """MLflow behind the seam: jobs that start at the same time."""
 
+import socket
+from types import SimpleNamespace
+
 import pytest
 
 from tests.lib.tracked import mirror_of, mlflow_steps
 from trainer.core.run_folder import RunFolder
+from trainer.features.trackers import mlflow
 from trainer.features.trackers.mlflow import MlflowTracker
 from trainer.report.mirror import close_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
+
+
+def test_a_server_that_does_not_answer_is_named_at_the_start(monkeypatch):
+    def stop(text: str) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(mlflow, "getproxies", dict)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert mlflow.why_no_answer(uri) is None
+    with pytest.raises(RuntimeError, match=f"^mlflow.tracking_uri={uri}: no server answers .*ref"):
+        MlflowTracker(tracking_uri=uri).start(SimpleNamespace(warn=stop))
 
 
 @pytest.mark.slow  # seconds of migrations; a run with all trackers is in test_resumed.py

@@ -50,12 +50,12 @@ class MlflowTracker(Tracker):
 
     def start(self, run: TrackedRun) -> int:
         """See the base class."""
-        from mlflow import MlflowClient  # noqa: PLC0415 - seconds
-
         # It would try for minutes before it says so.
         if self._uri and (why := why_no_answer(self._uri)):
             text = f"mlflow.tracking_uri={self._uri}: no server answers ({why})"
             run.warn(f"{text}; it is tried again, and metrics.jsonl has everything")
+        from mlflow import MlflowClient  # noqa: PLC0415 - seconds
+
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module=r"(mlflow|alembic|sqlalchemy)\b")
         self._client = MlflowClient(self._uri or f"sqlite:///{_local(run.outputs)}")
