@@ -69,6 +69,14 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
     assert not any(shape["packed"] for shape in planned(f"{model} precision=bf16")["shapes"])
 
 
+class Half(Net):
+    """Has weights in bf16 alone, in which it computes without autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.bfloat16()
+
+
 CARD = "device=h100 precision=bf16 batch.global=40"
 
 
@@ -81,7 +89,9 @@ def test_a_card_stands_for_memory_peak_and_launches_and_gives_a_time(capsys):
     assert "estimated at 40% of the 990 TFLOP/s of h100" in " ".join(
         capsys.readouterr().out.split()
     )
-    other = planned(f"{CARD} accum=auto device=l4")
+    half = f"precision=fp32 model._target_={__name__}.Half"
+    other = planned(f"{CARD} accum=auto device=l4 {half}")
+    assert "of the 121 TFLOP/s of l4" in " ".join(capsys.readouterr().out.split())
     assert other["step_seconds"] > plan["step_seconds"] / 2
     assert other["memory_limit_bytes"] < 24 * 2**30
 

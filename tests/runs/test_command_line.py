@@ -51,6 +51,13 @@ def test_the_same_is_typed_in_many_ways():
         assert config_of(line) == config_of(other), line
 
 
+def test_an_empty_mapping_empties_that_of_a_recipe():
+    Path("mine.yaml").write_text("optimizer: {groups: {a: {lr: 1.0}}}")
+    for typed, names in {"{}": [], "{b: {lr: 1}}": ["a", "b"]}.items():
+        found = config_of(f"recipe=mine.yaml 'optimizer.groups={typed}'").optimizer
+        assert [*found.params["groups"]] == names
+
+
 def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path):
     (tmp_path / "mine.yaml").write_text("model: {width: 64}\nseed: 5\n")
     for line in ("recipe=mine.yaml", "model=gpt_small"):

@@ -58,7 +58,7 @@ class RunPlan:
         run, counts = self.run, self.counts
         if counts is None or not run.world.is_main:
             return None
-        peak = peak_flops(run.world.device, run.model.precision)
+        peak = peak_flops(run.world.device, run.model.product_word)
         return ModelFlops(
             per_token=counts.products,
             per_pair=counts.pairs,

@@ -224,7 +224,7 @@ def _time(run_plan: RunPlan) -> list[Row]:
     run, seconds = run_plan.run, run_plan.step_seconds
     config, here = run.config, run.world.device
     note = time_note(
-        *(config.device, run.model.precision, seconds),
+        *(config.device, run.model.product_word, seconds),
         is_tuned=run_plan.tuning is not None,
         is_here=run_plan.is_here,
     )

@@ -76,7 +76,7 @@ def device_cost(run: Run, counts: ComputeCounts | None) -> Cost:
     if run.planned_device.type == "cpu":
         return run.layout.cost
     named = CARDS.get(run.config.device)
-    cost = card_cost(counts, card_at(run.world.device) or named, run.model.precision)
+    cost = card_cost(counts, card_at(run.world.device) or named, run.model.product_word)
     if named:
         return cost
     # The machine's own speed is measured, and not taken from a data sheet.

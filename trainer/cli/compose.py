@@ -282,9 +282,10 @@ def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
             else:
                 refuse_twice(override)
                 value = override.value()
-                # A mapping of beginnings, as of stages, is a whole; others are merged by name.
-                merge = not (isinstance(value, dict) and "0" in map(str, value))
-                OmegaConf.update(composed, key, value, merge=merge, force_add=True)
+                # Whole are an empty mapping, which empties that of a recipe, and one of beginnings,
+                # as of stages. Others are merged by name.
+                is_whole = isinstance(value, dict) and (not value or "0" in map(str, value))
+                OmegaConf.update(composed, key, value, merge=not is_whole, force_add=True)
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             why = str(error).splitlines()[0]
             if why.startswith("Cannot merge"):

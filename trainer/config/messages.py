@@ -141,7 +141,7 @@ def first_of(texts: Sequence[str], between: str = ", ") -> str:
 def did_you_mean(word: str, choices: Collection[str]) -> str:
     """Offer the nearest choice: ` Did you mean batch.global?`, or nothing where none is near.
 
-    Keys of the same section come first, then those with the same last part.
+    Keys of the same section come first, then the one with the same last part.
     """
     section, _, last = word.lower().rpartition(".")
     above = {*ancestors(word)}
@@ -154,11 +154,27 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
         elif key not in above:
             elsewhere.append(key)
     near = [beside[name] for name in near_names(last, beside)]
-    for key in elsewhere:
-        if key.rpartition(".")[2] == last:
-            near.append(key)
-    near += near_names(word, elsewhere)
+    same = [key for key in elsewhere if key.rpartition(".")[2] == last]
+    # Of several that are called so in other sections, none is nearer than what this one has.
+    if not (same[1:] and beside and section):
+        near += [*same, *near_names(word, elsewhere)]
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def section_hint(key: str, offers: Iterable[str]) -> str:
+    """List what the section of a key has, and where else there is one called so."""
+    section, _, name = key.rpartition(".")
+    names, others = list[str](), list[str]()
+    for each in dict.fromkeys(offers):
+        owner, _, last = each.rpartition(".")
+        if owner == section:
+            names.append(last)
+        elif last == name:
+            others.append(each)
+    if not section or not names:
+        return ""
+    elsewhere = f"; there is {either(others)}" if others else ""
+    return f" {section} has {', '.join(names)}{elsewhere}"
 
 
 def near_names(word: str, names: Iterable[str]) -> list[str]:

@@ -352,7 +352,7 @@ def _changes(
 
 def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     """Name what a config to read a run with changes of what the run's figures depend on."""
-    roots = {"model", "transforms", "adapter"}
+    roots = {"model", "transforms", "adapter", "tokenizer"}
     # Weights that are exported are the same under any objective.
     if config.command != "export":
         roots.add("objective")
@@ -361,12 +361,12 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
         roots.add("tokenizer")
     if config.command == "evaluate" and not config.reads_all:
         # By these samples are held out.
-        roots |= {"data", "tokenizer", "seed"}
+        roots |= {"data", "seed"}
     faults, new = list[str](), contract(config)
     # Another path to the base of a model: what it gives is compared with what the run had.
     allowed = {*config.resume_allow}
     for key in new:
-        if key.startswith(("model.", "tokenizer.")) and components.NAMES_A_PATH.fullmatch(key):
+        if key.startswith("model.") and components.NAMES_A_PATH.fullmatch(key):
             allowed.add(key)
     for key, before, now in _changes(old, new, allowed):
         remedy = "leave it out"
@@ -374,6 +374,8 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
             remedy += "; all of other data: data.path=OTHER data.holdout=all"
         if key == "data.path":
             remedy += "; the same data in another place: resume_allow=[data.path]"
+        if key == "tokenizer.path":
+            remedy += "; the same tokenizer in another place: resume_allow=[tokenizer.path]"
         if key.partition(".")[0] in roots:
             faults.append(line(key, now, f"the run has {show(before)}; {remedy}"))
     return faults

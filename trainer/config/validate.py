@@ -303,6 +303,8 @@ class Composed:
         every = (*messages.flat(self.base), *KEYS, *messages.flat(trackers.options()))
         offers = [each for each in every if not each.endswith("_target_")]
         hint = hint_for(key, offers)
+        if not hint and not owner:
+            hint = messages.section_hint(key, offers)
         if not hint and owner:
             names = list[str]()
             for each in lookup(self.base, owner):

@@ -6,6 +6,7 @@ optimizer. Whatever computes takes it: steps, tuning, evaluations, verification.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy, WeightUnit
 from trainer.accumulate.sum import Sum
 from trainer.core.coupling import NONE, Coupling
+from trainer.core.tensors import dtype_word
 from trainer.core.world import World
 from trainer.models.bind import AUTOCAST, bind
 from trainer.models.first_weights import FirstWeights, any_values
@@ -58,6 +60,16 @@ class Model:
     def call(self) -> ModelCall:
         """The module, bound to the run's precision."""
         return self.bind(self.module)
+
+    @property
+    def product_word(self) -> str:
+        """The word of what matrix products compute in: without autocast that of most weights."""
+        sizes = Counter[str]()
+        for parameter in self.module.parameters():
+            sizes[dtype_word(parameter.dtype)] += parameter.numel()
+        [(word, _)] = sizes.most_common(1) or [("", 0)]
+        # Of wider weights and integers no card says a speed.
+        return self.precision if self.precision in AUTOCAST or word not in AUTOCAST else word
 
     def bind(self, module: nn.Module) -> ModelCall:
         """Bind a module, such as a copy of the run's, to the run's precision."""

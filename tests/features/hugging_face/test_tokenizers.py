@@ -29,6 +29,13 @@ def test_a_model_gives_its_tokenizer_and_one_without_bytes(tmp_path):
     assert len(tokenizer_of_model(model=f"{own}/config.json")) == size
     assert len(hugging_face_tokenizer(model=own)) == size
     assert len(tokenizer_of_model(model=none)) == 258
+    # Weights of as many ids as bytes have were trained on bytes.
+    (tmp_path / "none/model.safetensors").touch()
+    (tmp_path / "none/config.json").write_text('{"vocab_size": 258}')
+    assert len(tokenizer_of_model(model=none)) == 258
+    (tmp_path / "none/config.json").write_text('{"vocab_size": 300}')
+    with pytest.raises(ConfigError, match="for a tokenizer of 300 ids, and none is there: type"):
+        tokenizer_of_model(model=none)
     # A path that was typed comes before the model's.
     assert len(tokenizer_of_model(own, model=none)) == size
 

@@ -58,6 +58,9 @@ def test_an_objective_by_the_model_is_open_likewise_to_a_command_that_reads_a_ru
         assert reading_faults(config, became) == []
     (fault,) = reading_faults(checked({"model.width": 48}), became)
     assert fault.startswith("model.width=48: the run has")
+    other = {"command": "evaluate", "run": "r", "data.holdout": "all", "tokenizer.path": "other"}
+    (fault,) = reading_faults(checked(other), became)
+    assert fault.startswith("tokenizer.path=other: the run has null; leave it out; the same")
 
 
 def test_a_contract_survives_json_and_its_hash_knows_it():

@@ -7,13 +7,15 @@ from typing import Any
 
 from trainer.config.components import ExistingPath
 from trainer.config.messages import did_you_mean_file
+from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
-from trainer.core.format import expanded
+from trainer.core.format import expanded, shown_path
 from trainer.core.hub_cache import model_folder, read_cache_without_network
 from trainer.features.hugging_face.model_folder import not_found
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 """Patterns of the files of which a folder with a tokenizer has at least one."""
+_NUM_BYTE_IDS = 258  # 256 and two that begin and end
 
 
 def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
@@ -44,14 +46,28 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
 
 
 def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
-    """Load a tokenizer as `hugging_face_tokenizer`; of a model without one, give that of bytes."""
+    """Load a tokenizer as `hugging_face_tokenizer`; of a model without one, give that of bytes.
+
+    Weights that were made for another tokenizer are refused.
+    """
     if path is None and model is not None:
         folder = Path(model_folder(model))
         if folder.is_dir() and not _has_tokenizer(folder):
+            _refuse_bytes(folder)
             model = None
     if path is None and model is None:
         return byte_tokenizer()
     return hugging_face_tokenizer(path, model)
+
+
+def _refuse_bytes(folder: Path) -> None:
+    """Refuse weights of another number of ids than bytes have, whose own tokenizer is gone."""
+    size = read_json(folder / "config.json").get("vocab_size")
+    if size not in {None, _NUM_BYTE_IDS} and any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model: {shown_path(folder)}: its weights are for a tokenizer of {size} ids, and none "
+            "is there: type the folder of it, tokenizer.path=FOLDER, or tokenizer=bytes"
+        )
 
 
 def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
