@@ -51,7 +51,8 @@ CARDS: Mapping[str, Card] = {
 """A reported name that is part of another stands behind it."""
 
 CardName = Annotated[
-    str, Field(pattern=f"^({'|'.join(CARDS)})$", description="a card to plan for, e.g. h100")
+    str,
+    Field(pattern=f"^({'|'.join(CARDS)})$", description=f"a card to plan for ({', '.join(CARDS)})"),
 ]
 """What `device` takes under `train plan`, beside the kinds of devices."""
 

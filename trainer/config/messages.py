@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from trainer.config.cards import CARDS, CardName
 from trainer.config.components import METRIC_NAMES, Metrics, Stages, alternatives
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
@@ -55,12 +56,8 @@ def value_fault(
     """
     if annotation is Stages and entry:
         return line(key, value, _stage_fault(value, entry))
-    words, choices = dict(alternatives(annotation)), list[str]()
-    for word, is_typed in words.items():
-        if is_typed:
-            choices.append(word)
-    if annotation == Metrics:
-        choices = [*METRIC_NAMES]
+    words = dict(alternatives(annotation))
+    choices = _choices(annotation, words)
     has_example = not isinstance(example, bool) and example not in (None, [], MISSING, *choices)
     instance, near = "", ""
     if has_example and "e.g." not in either(words):
@@ -75,6 +72,19 @@ def value_fault(
     if size and "GiB" in either(words):
         near = f" Did you mean {size[1]}{size[2] or 'G'}iB?"
     return line(key, value, f"must be {either(words)}{instance}{near and f'.{near}'}")
+
+
+def _choices(annotation: object, words: Mapping[str, bool]) -> list[str]:
+    """List what may be typed as it stands; `words` are the alternatives of the type."""
+    if annotation == Metrics:
+        return [*METRIC_NAMES]
+    choices = list[str]()
+    for word, is_typed in words.items():
+        if is_typed:
+            choices.append(word)
+    if CardName in get_args(annotation):
+        choices += CARDS
+    return choices
 
 
 def _stage_fault(stages: Any, entry: Sequence[object]) -> str:  # noqa: ANN401 - a mapping
