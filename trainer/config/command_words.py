@@ -40,7 +40,7 @@ READING_COMMANDS: Mapping[str, ReadingCommand] = _reading_commands()
 
 READING = ("evaluate", "export", *READING_COMMANDS)
 """Commands that read another run and leave its status as it is."""
-OF_OTHER_DATA = frozenset(
+OF_OTHER_DATA = tuple(
     word for word, command in READING_COMMANDS.items() if command.reads_other_data
 )
 """Commands that read all of other data than the run's, and take no step."""

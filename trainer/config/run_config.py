@@ -356,9 +356,6 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     # Weights that are exported are the same under any objective.
     if config.command != "export":
         roots.add("objective")
-    # Other tokens would mean other words.
-    if config.command in OF_OTHER_DATA:
-        roots.add("tokenizer")
     if config.command == "evaluate" and not config.reads_all:
         # By these samples are held out.
         roots |= {"data", "seed"}

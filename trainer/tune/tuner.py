@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect, bisect_right
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse
 from operator import attrgetter
 from statistics import fmean
-from typing import NoReturn, final
+from typing import final
 
 from trainer.core import signals
-from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.core.format import plural, size
+from trainer.core.errors import ConfigError
+from trainer.core.format import plural
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_shapes
 from trainer.tune.cache import Measurements, TuningCache
-from trainer.tune.memory_limit import MEBI, TYPED_LIMIT
+from trainer.tune.does_not_fit import does_not_fit
 from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.predict import CannotRunFake, Predictor
 from trainer.tune.request import Candidate, Tuning, TuningRequest, usual_cap
@@ -71,7 +71,8 @@ def tune(
             break
         best.leave_out(row)  # its plans need more than the longest samples do
     if not found:
-        _refuse(variants[-1])
+        last = variants[-1]
+        raise does_not_fit(request, last.limit_bytes, last.peak)
     cache.save()
     fastest_s = min(min(variant.times.values()) for variant in found)
     choice, method = _described(best, row, fastest_s)
@@ -307,7 +308,7 @@ class MemoryVariant:
         of_sizes = self._known_seconds(sizes)
         # Memory ran out for the smallest.
         if not of_sizes:
-            _refuse(self)
+            raise does_not_fit(self.request, self.limit_bytes, self.peak)
         self.scatter = facts.scatter
         return fit_speed(of_sizes, self._known_seconds(others))
 
@@ -365,39 +366,3 @@ def _described(best: MemoryVariant, row: Candidate, fastest_s: float) -> tuple[s
     if row.max_tokens < sample_cap:
         method = [f"longer samples, up to {sample_cap:,}, are each alone in one", *method]
     return choice, "; ".join(method)
-
-
-def _refuse(variant: MemoryVariant) -> NoReturn:
-    """Say what does not fit, and what would."""
-    request, limit, there = variant.request, variant.request.limit, variant.limit_bytes
-    count, longest = request.single
-    needed = limit.with_overhead(variant.peak(request.single))
-    # The number of lengths that fit is the longest of them, since they begin at 1.
-    fits = bisect_right(
-        range(1, longest), there, key=lambda n: limit.with_overhead(variant.peak(Shape(count, n)))
-    )
-    remedies = []
-    if limit.source.startswith(TYPED_LIMIT):
-        enough = (needed + limit.inputs) / (1 - limit.reserve)
-        # What is left is rounded down to a byte.
-        remedies.append(f"type accum.memory={math.ceil((enough + 1) / MEBI)}MiB or more")
-    # Samples of a step wait in memory.
-    if there < needed <= there + limit.inputs:
-        remedies.append("take a smaller batch.global")
-    if fits > 1:
-        remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
-    if request.recompute is False:
-        remedies.append("try activation_checkpointing=true")
-    inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
-    sample = f"sample {request.longest_id} of {request.longest} tokens"
-    what = f"{sample} does not fit, even alone: a step with it"
-    if count > 1:
-        what = (
-            f"a group of {count} samples, which no cut divides, does not fit, even alone, where "
-            f"they are as long as {sample}: a step with it"
-        )
-        remedies.append("use smaller groups")
-    raise DoesNotFitError(
-        f"{what} needs {size(needed)}, and {size(there)} are available "
-        f"({limit.source}{inputs}): {', or '.join([*remedies, 'use a smaller model'])}"
-    )
