@@ -6,7 +6,7 @@
 
 Every trainer takes the same optimizer steps of 64 documents of the Python standard library, with
 the same model, weights, loss and AdamW, in one process; what is not installed is a row that says
-so (`pip install -e '.[peers]'`). Rounds are interleaved. The clock runs from the first forward of a
+so (`pip install '.[peers]'`). Rounds are interleaved. The clock runs from the first forward of a
 training to the end of its last optimizer step. `ours` is what `accum=auto` does: the real tuner,
 timed afresh, then the real feed and step.
 

@@ -4,7 +4,7 @@
                              [--records 1024] [--hidden 256] [--layers 4] [--vocab 2048]
                              [--length 1024] [--json FILE]
 
-`pip install -e '.[peers]' trl` for all rows; what is not installed is a row that says so. A GPU is
+`pip install '.[peers]' trl` for all rows; what is not installed is a row that says so. A GPU is
 `--device cuda`: bf16 there, fp32 on a CPU, for every trainer.
 
 The chat file is made of docstrings of the Python standard library: one to four questions a record,

@@ -370,7 +370,7 @@ def test_trackers_come_and_go_with_a_resumption_unless_a_package_is_missing(monk
     assert saved_runs.staying(old, new, {}) == []
     before = (run.folder / "config.yaml").read_bytes()
     monkeypatch.setattr(assemble_reporter, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs tensorboard, .*pip install 'step-trainer\[tens"):
+    with pytest.raises(ConfigError, match=r"needs tensorboard, .*pip install '\.\[tens"):
         on(run, "logger=[tensorboard] steps=3")
     assert (run.folder / "config.yaml").read_bytes() == before
 

@@ -93,7 +93,7 @@ def furnish_workshop() -> None:
     import numpy as np  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
-    from tests.lib.picture_toys import draw_pictures, save_vit  # noqa: PLC0415
+    from tests.lib.picture_toys import draw_pictures, save_llava, save_vit  # noqa: PLC0415
 
     datasets.Dataset.from_json("pairs.jsonl").to_parquet("pairs.parquet")
     corpus = Path("corpus.jsonl")
@@ -110,6 +110,10 @@ def furnish_workshop() -> None:
     for part in ("train", "val"):
         draw_pictures(Path("photos", part))
     save_vit(Path("vit"))
+    save_llava(Path("llava"), image_size=336, patch_size=14)
+    pictures = sorted(Path("photos").rglob("*.png"))
+    captions = [{"image": str(file), "prompt": "a", "completion": " digit"} for file in pictures]
+    write_lines(Path("captions.jsonl"), captions)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 320}
     mixtral = transformers.MixtralConfig(
@@ -171,6 +175,8 @@ def run(line: str, code: int, patch: pytest.MonkeyPatch) -> None:
         assert found
         for test in found:
             test()
+    elif first == "python" and Path(words[0]).is_file():  # a file of the page
+        runpy.run_path(words[0])
     else:
         assert (first, words[0]) == ("python", "recipes/example_data.py"), f"{line}: unknown here"
         source = SimpleNamespace(get_paths=lambda: {"stdlib": str(Path("documented").absolute())})

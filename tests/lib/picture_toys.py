@@ -4,7 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import transformers
+import yaml
 from PIL import Image
+
+from trainer.config.option_files import data_dir
+from trainer.features.hugging_face.tokenizers import byte_tokenizer
 
 
 def draw_pictures(folder: Path, count: int = 60) -> None:
@@ -33,3 +37,25 @@ def save_vit(folder: Path, side: int = 20, **settings: list[float]) -> None:
     config = transformers.ViTConfig(**sizes)
     transformers.ViTForImageClassification(config).save_pretrained(folder)
     save_processor(folder, side, **settings)
+
+
+def save_llava(folder: Path, image_size: int = 16, patch_size: int = 4) -> None:
+    """Write a LLaVA with random weights that reads bytes, and what processes its images."""
+    recipe = yaml.safe_load((data_dir("recipes") / "image_text.yaml").read_text())
+    sizes = {"image_size": image_size, "patch_size": patch_size}
+    settings = recipe["model"]["config"]
+    settings["vision_config"] |= sizes
+    settings["text_config"] |= {"max_position_embeddings": 1024}
+    config = transformers.AutoConfig.for_model(**settings)
+    model = transformers.LlavaForConditionalGeneration(config)
+    sampled = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 5}
+    model.generation_config = transformers.GenerationConfig(**sampled)
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    pixels = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": image_size}, crop_size=image_size, image_mean=[0.1, 0.2, 0.3]
+    )
+    shape = {"patch_size": patch_size, "vision_feature_select_strategy": "default"}
+    transformers.LlavaProcessor(pixels, tokenizer, **shape).save_pretrained(folder)

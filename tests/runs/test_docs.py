@@ -1,5 +1,6 @@
 """What README.md and docs/ say: commands are valid and run, pages are short, links lead on."""
 
+import json
 import logging
 import re
 import runpy
@@ -13,6 +14,7 @@ from tests.lib import docs_support
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.docs_support import DOCS, HOW_TO, PAGES, blocks_of, lines_of, stand_in
 from tests.lib.nightly import slow
+from trainer.features.hugging_face.formats import recognise
 
 README = PAGES["README.md"].read_text()
 TYPED = {name: lines for name, path in PAGES.items() if (lines := lines_of(path.read_text()))}
@@ -22,7 +24,48 @@ BY_DEFAULT = {
 }
 """Pages whose commands run in every run of the tests; those of the others are `slow`."""
 
-GENERATED = {"docs/configuration.md", "docs/coming-from/all-words.md"}
+MADE = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
+GENERATED = {str(path.relative_to(CHECKOUT)) for path in MADE} | {"docs/coming-from/all-words.md"}
+SAID = {  # what other trainers, and newcomers, call it; a page that begins with that word
+    "callback": "how-to/hooks",
+    "early stopping": "how-to/checkpoints",
+    "hyperparameter": "how-to/sweep",
+    "inference": "how-to/predict",
+    "prediction": "how-to/predict",
+    "experiment": "how-to/find-runs",
+    "model card": "how-to/export",
+    "fine-tune": "how-to/text",
+    "finetune": "how-to/text",
+    "SFT": "how-to/chat",
+    "LoRA": "how-to/adapters",
+    "PEFT": "how-to/adapters",
+    "dataset": "how-to/formats",
+    "CSV": "how-to/formats",
+    "validation": "how-to/hold-out",
+    "mixed precision": "how-to/precision",
+    "gradient checkpointing": "how-to/fit-memory",
+    "out of memory": "how-to/fit-memory",
+    "gradient accumulation": "explanation/cutting",
+    "effective batch size": "how-to/batch-size",
+    "scheduler": "how-to/learning-rate",
+    "weight decay": "how-to/learning-rate",
+    "distributed training": "how-to/several-gpus",
+    "multi-GPU": "how-to/several-gpus",
+    "experiment tracking": "how-to/trackers",
+    "continue training": "how-to/resume",
+    "profiler": "how-to/go-faster",
+    "NaN": "how-to/look-inside",
+    "debugging": "how-to/look-inside",
+    "multimodal": "how-to/image-text",
+    "image classifier": "how-to/images",
+    "transfer learning": "how-to/pretrained-images",
+    "embeddings": "how-to/contrastive",
+    "mixture of experts": "how-to/experts",
+    "Jupyter": "how-to/notebook",
+    "config file": "how-to/share-a-recipe",
+    "cluster": "how-to/slurm",
+    "pretraining": "tutorials/first-run",
+}
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +144,43 @@ def test_the_loop_in_the_readme_is_the_source():
     assert loop in source or textwrap.indent(loop, " " * 8) in source
 
 
-def test_the_reference_of_keys_is_what_the_schema_gives():
-    generated = runpy.run_path(str(DOCS / "generate.py"))["page"]()
-    assert (DOCS / "configuration.md").read_text() == generated, "run `python docs/generate.py`"
+def test_pages_of_keys_and_recipes_are_what_the_program_gives():
+    found = {path: path.read_text() for path in MADE if path.is_file()}
+    assert found == MADE, "run `python docs/generate.py`"
+    assert {*(DOCS / "configuration").glob("*.md")} <= MADE.keys()
+
+
+def first_sentences(page: str) -> str:
+    """Give what stands ahead of the second heading of a page, in lower case."""
+    head = (DOCS / f"{page}.md").read_text().split("\n## ")[0]
+    return " ".join(prose_of(head).lower().split())
+
+
+def test_first_sentences_have_the_words_of_other_trainers():
+    missing = [pair for pair in SAID.items() if pair[0].lower() not in first_sentences(pair[1])]
+    assert missing == []
+
+
+def test_messages_that_are_explained_are_those_of_the_program():
+    listed = runpy.run_path(str(DOCS / "messages.py"))
+    templates = [
+        text for file in listed["PACKAGE"].rglob("*.py") for _, text in listed["templates"](file)
+    ]
+    page = (DOCS / "troubleshooting.md").read_text()
+    explained = re.findall(r"^\| `([^`]+)`", page, re.M)
+    assert len(explained) >= 50
+    for message in explained:
+        parts = [part.strip() for part in message.split("...")]
+        assert any(all(part in text for part in parts) for text in templates), message
+
+
+def test_every_example_of_a_format_is_recognised_for_the_task_beside_it():
+    page = (DOCS / "how-to" / "formats.md").read_text()
+    rows = re.findall(r"^\| `(\{.*\})` \| (`[a-z_`, ]+) \|", page, re.M)
+    assert len(rows) >= 12
+    for example, tasks in rows:
+        for task in tasks.replace("`", "").split(", "):
+            assert not recognise("formats.md", [*json.loads(example)], task).unread
 
 
 def test_code_names_pages_that_are_there():
@@ -132,5 +209,8 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path, monk
     assert caplog.messages == []
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
     assert len(pages) > len(PAGES) // 2
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    heads = {entry["location"]: entry["text"].lower() for entry in index["docs"]}
+    assert [word for word, page in SAID.items() if word.lower() not in heads[f"{page}.html"]] == []
     loaded = re.findall(r"<(?:script|link|img)[^>]+https?:[^>]+", "\n".join(pages))
     assert [tag for tag in loaded if "canonical" not in tag] == []

@@ -106,7 +106,7 @@ def _cause(error: BaseException) -> str:
     if last is not first and str(last) not in text:
         text = f"{first} ({last})"
     if isinstance(last, ModuleNotFoundError) and last.name in LIBRARIES["extras"]:
-        text += f": pip install 'step-trainer[{LIBRARIES['extras'][last.name]}]'"
+        text += f": pip install '.[{LIBRARIES['extras'][last.name]}]'"
     # Built for another torch it fails with an operator that is missing, which names no cause.
     if "torchvision" in str(last):
         with suppress(metadata.PackageNotFoundError):

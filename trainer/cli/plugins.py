@@ -79,7 +79,7 @@ def load_plugins(overrides: Iterable[Override]) -> None:
             if words & ({*each.split("_")} - _NO_NAME):
                 named.append(each)
         if not named and name in EXTRAS.get(key, ()):
-            remedy = f"pip install 'step-trainer[{EXTRAS[key][name]}]'"
+            remedy = f"pip install '.[{EXTRAS[key][name]}]'"
             raise ConfigError(clip(f"{key}={name}: not installed; {remedy}"))
         registry: Any = Plugins.instance()
         for each in named or installed:

@@ -136,7 +136,7 @@ def test_what_is_not_installed_is_one_line(monkeypatch, capsys):
     typed = "hydra/launcher=joblib"
     assert shell(f"-m {OWN_RUN} seed=1,2 {typed}") == 2
     (fault,) = faults(capsys.readouterr().err)
-    assert fault.startswith(f"{typed}: not installed; pip install 'step-trainer[joblib]'")
+    assert fault.startswith(f"{typed}: not installed; pip install '.[joblib]'")
     assert not list(Path("outputs").glob("*"))
 
 

@@ -6,18 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-import yaml
 from PIL import Image
 
 from tests.lib.nightly import nightly, slow
-from tests.lib.picture_toys import draw_pictures, save_vit
+from tests.lib.picture_toys import draw_pictures, save_llava, save_vit
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
 from trainer import train
-from trainer.features.hugging_face.tokenizers import byte_tokenizer
 from trainer.features.vision.pixels import open_image, pixels_of
-
-ROOT = Path(__file__).parents[3]
 
 MINE = """
 import torch
@@ -140,20 +136,7 @@ def test_an_export_makes_the_pixels_that_were_trained_on(typed):
 
 @pytest.mark.nightly
 def test_an_export_of_a_model_of_images_and_text_has_its_processor_and_generation_settings():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    recipe = yaml.safe_load((ROOT / "recipes/image_text.yaml").read_text())
-    config = transformers.AutoConfig.for_model(**recipe["model"]["config"])
-    model = transformers.LlavaForConditionalGeneration(config)
-    sampled = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 5}
-    model.generation_config = transformers.GenerationConfig(**sampled)
-    model.save_pretrained("llava")
-    theirs = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 16}, crop_size=16, image_mean=[0.1, 0.2, 0.3]
-    )
-    shape = {"patch_size": 4, "vision_feature_select_strategy": "default"}
-    transformers.LlavaProcessor(theirs, tokenizer, **shape).save_pretrained("llava")
+    save_llava(Path("llava"))
     line = "model=hf model.path=llava data=image_text tokenizer=hf batch.global=4 steps=1"
     run = train([*line.split(), "data.holdout=0.99", "accum=fixed", "accum.micro=4", *QUICK])
     assert shell(f"export run={run.folder} export.to=out") == 0

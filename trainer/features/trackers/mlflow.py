@@ -37,7 +37,7 @@ class MlflowTracker(Tracker):
     """
 
     package: ClassVar[str] = "mlflow"
-    install: ClassVar[str] = "step-trainer[mlflow]"
+    install: ClassVar[str] = ".[mlflow]"
 
     def __init__(
         self, tracking_uri: Address | None = None, experiment: NonEmptyText = "train"

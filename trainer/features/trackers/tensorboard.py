@@ -23,7 +23,7 @@ class TensorBoardTracker(Tracker):
     """
 
     package: ClassVar[str] = "tensorboard"
-    install: ClassVar[str] = "step-trainer[tensorboard]"
+    install: ClassVar[str] = ".[tensorboard]"
 
     def __init__(self, folder: Address | None = None) -> None:
         self._folder = folder
