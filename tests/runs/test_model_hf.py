@@ -66,7 +66,7 @@ def test_a_body_under_a_new_head_says_what_is_new(capsys):
     save_tokens(Path("data"), "tags")
     run = go(f"{LINE} model.path=model model.task=token_classification steps=1")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "parameters, 2 tensors new" in shown
+    assert "pretrained but for 2 tensors" in shown
     assert "token_classify, as the model is made for token_classification" in shown
     plan = read_json(run.folder / "plan.json")
     assert "2 new (classifier.bias, classifier.weight)" in plan["init"]

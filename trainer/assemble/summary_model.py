@@ -68,7 +68,7 @@ def _in_short(run: Run, facts: ModelFacts, whole: int, trained: int) -> str | No
         # An adapter says by itself that what it adapts is loaded.
         begins = "pretrained" * (not some)
         if facts.new:
-            begins = f"{plural(len(facts.new), 'tensor')} new"
+            begins = f"pretrained but for {plural(len(facts.new), 'tensor')}"
     return join_parts(name, count, some, begins)
 
 
