@@ -98,7 +98,7 @@ def test_an_encoder_decoder_writes_a_target_and_a_tokenizer_that_is_gone_is_miss
     for file in Path("t5").glob("token*"):
         file.unlink()
     assert shell(line) == 2
-    assert "tokenizer: has 258 ids here, and had 300" in capfd.readouterr().err
+    assert "its weights are for a tokenizer of 320 ids, and none is there" in capfd.readouterr().err
 
 
 def test_text_is_written_as_it_comes_in_whole_characters_and_safely_to_a_terminal():
