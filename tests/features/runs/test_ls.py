@@ -39,7 +39,7 @@ def test_runs_are_listed_with_their_state_figure_and_what_was_typed_that_differs
     )
     left_run(
         DAY / "2-train",
-        [*same, "seed=2"],
+        [*same, "seed=2", f"resume='{Path.cwd()}/{DAY}/2-train'"],
         status={"state": "failed", "step": 2},
         began=now - 125,
         plan={"steps": 1000},

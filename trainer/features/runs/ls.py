@@ -140,6 +140,9 @@ def _typed_of(run: RunFolder) -> dict[str, str]:
     for line in run.typed():
         key, _, value = line.partition("=")
         key = key.replace("/", ".")
+        # A run that went on in its own folder
+        if key == "resume" and value.strip("'\"").endswith(run.path.name):
+            continue
         # `own` is the option that a class of one's own stands in.
         if key.partition(".")[0] not in ("hydra", "name", "command") and value != OWN:
             found[key] = value
