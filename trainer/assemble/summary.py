@@ -63,7 +63,7 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
         *_batch(run_plan, facts),
         *model_rows(run_plan),
         *tokenizer_rows(run),
-        *data_rows(config.data.label, run.data.train, held_out, elsewhere, facts),
+        *data_rows(config.data, run.data.train, held_out, elsewhere, facts),
         row("objective", chosen, group="asked", objective=chosen),
         *objective.describe(facts),
         row("loss", _LOSSES[over], normalizer=over),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
+from trainer.config.components import Component
+from trainer.config.messages import show
 from trainer.core.format import number, plural, short
 from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.split import OWN_PART
@@ -13,7 +16,7 @@ MOST_CLASSES = 10
 
 
 def data_rows(
-    name: str,
+    component: Component,
     train: DataView,
     held_out: Mapping[str, DataView],
     elsewhere: Collection[str],
@@ -38,9 +41,9 @@ def data_rows(
     )
     counted = row(
         "data",
-        f"{name}: {text}",
+        f"{_name_of(component)}: {text}",
         group="asked",
-        data=name,
+        data=component.label,
         num_samples=len(train),
         num_held_out=counts.pop(OWN_PART),
         eval_sets=counts,
@@ -62,3 +65,14 @@ def data_rows(
     if len(shown) > MOST_CLASSES:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
     return [*rows, row("classes", join_parts(*shown), label_names=[*names])]
+
+
+def _name_of(data: Component) -> str:
+    """Name data by their file, folder or name on the hub; by their option where they have none."""
+    path = data.params.get("path")
+    if not isinstance(path, str):
+        return data.label
+    # Whatever is here has its whole path by now.
+    if Path(path).is_absolute():
+        path = Path(path).name
+    return show(path)
