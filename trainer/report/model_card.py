@@ -28,8 +28,10 @@ CARD_FILE = "README.md"
 _LICENSE = "license: # fill in what the data and the base allow, such as apache-2.0\n"
 # What names a run, a machine's folder or a consent, and says nothing of what was trained
 _NOT_SHOWN = ("hydra.", "outputs=", "resume=", "resume_allow=", "trust=")
-_QUOTED_PATH = re.compile(r"'(/[^']*)'")
-_PLAIN_PATH = re.compile(r"(?<=[=\[,{: ])/[^,\]}']*")
+# A quote within quotes has a backslash before it
+_QUOTED_PATH = re.compile(r"'(/(?:\\.|[^'\\])*)'")
+# Neither the `//` of an address nor a `/` in a sentence
+_PLAIN_PATH = re.compile(r"(?:(?<=[=\[,{])|(?<=: ))/(?!/)[^,\]}']*")
 _NEEDS_NO_QUOTES = re.compile(r"([^=]+)='([\w./+-]+)'")
 
 
@@ -108,7 +110,10 @@ class ModelCard:
         rows["objective"] = self._of_class("objective")
         rows["batch"] = self._of_class("batch")
         if (size := terms.get("batch.global")) is not None:
-            rows["batch"] = f"{number(size)} {terms.get('batch.unit')} behind each step"
+            unit, there = terms.get("batch.unit"), plan.get("num_samples")
+            if unit == "samples" and isinstance(there, int):
+                size = min(size, there)
+            rows["batch"] = f"{number(size)} {unit} behind each step"
         if "adapter._target_" in terms:
             rows["adapter"] = self._of_class("adapter")
         rows["optimizer"] = self._of_class("optimizer")
@@ -140,8 +145,7 @@ class ModelCard:
         named = list[str]()
         for path in paths:
             if isinstance(path, str):
-                # In quotes its folders are known as such.
-                named.append(self._without_folders(f"'{path}'").strip("'"))
+                named.append(self._as_typed(path))
         return ", ".join([*(f"`{_code(each)}`" for each in named), f"`data={data.label}`"])
 
     def _command(self) -> str:
@@ -151,6 +155,15 @@ class ModelCard:
             if not line.startswith(_NOT_SHOWN):
                 words.append(_NEEDS_NO_QUOTES.sub(r"\1=\2", self._without_folders(line)))
         return shlex.join(words)
+
+    def _as_typed(self, path: str) -> str:
+        """Write a path as it was typed where the run was started; of others the name alone."""
+        here = self.run.started_in()
+        if here is not None and here.parent != here:
+            path = path.removeprefix(f"{here}/")
+        if Path(path).is_absolute():
+            return Path(path).name
+        return path
 
     def _without_folders(self, text: str) -> str:
         """Write paths as they were typed where the run was started; of others the name alone."""

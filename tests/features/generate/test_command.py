@@ -61,6 +61,12 @@ def test_a_prompt_is_taken_as_typed_and_lines_of_stdin_are_continued_alike(capfd
         shown = capfd.readouterr()
         assert not shown.out
         assert fault in shown.err.splitlines()[-1]
+    given = f"\xff\n{TEXTS[0]}\n".encode("latin1")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert shell(f"{line} generate.temperature=1e-310") == 2
+    shown = capfd.readouterr()
+    assert shown.out == f"{expected}\n", "of other lines the likeliest tokens"
+    assert "warning: line 1 of stdin: is not UTF-8" in shown.err
 
 
 @pytest.mark.slow

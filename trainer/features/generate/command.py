@@ -15,7 +15,7 @@ import torch
 from trainer.accumulate.base import seed_draws
 from trainer.checkpoint.weights import load_step
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, TrainError
 from trainer.core.format import lead_nowhere
 from trainer.core.world import World, rng_key
 from trainer.data.samples import faults_of
@@ -23,6 +23,9 @@ from trainer.features.generate.run_text import GoOn, RunText, build_writer, read
 from trainer.features.generate.written_text import WrittenText
 from trainer.models.facts import Continuation
 from trainer.report.console import Screen
+
+LEAST_TEMPERATURE = 1e-4
+"""Below it each token is the likeliest: a quotient of logits might not be finite."""
 
 
 @final
@@ -44,9 +47,21 @@ def generate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         return 0
     loaded, screen = load_step(folder, config.step), Screen(file=sys.stderr)
     run_text = read_text(config, folder, loaded, world)
-    prompts = _encoded(_texts(config.prompt, screen), run_text)
+    left_out = list[TrainError]()
+
+    def leave_out(error: TrainError) -> None:
+        # Of many lines the others are continued.
+        if config.prompt is not None:
+            raise error
+        left_out.append(error)
+        screen.warn(str(error))
+
+    prompts = _encoded(_texts(config.prompt, screen), run_text, leave_out)
     # Before a large model is built: the first prompt may be none.
-    if (first := next(prompts, None)) is None:
+    first = next(prompts, None)
+    if first is None and left_out:
+        return left_out[0].exit_code
+    if first is None:
         raise ConfigError("prompt: stdin has no line with a text; type prompt='...'")
     screen.name_checkpoint(loaded)
     go_on = build_writer(config, loaded, world)
@@ -57,6 +72,8 @@ def generate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
                 screen.line(f"> {prompt.text}")
             _write(config, prompt, run_text, go_on, screen)
     screen.close()
+    if left_out:
+        return left_out[0].exit_code
     return 0
 
 
@@ -68,12 +85,14 @@ def _write(
     room = limit - len(begin)
     if run_text.writes_apart:
         begin, room = [], limit
-    wanted = config.generate.tokens
+    wanted, temperature = config.generate.tokens, config.generate.temperature
+    if temperature < LEAST_TEMPERATURE:
+        temperature = 0.0
     asked = Continuation(
         prompt=prompt.tokens,
         ends=prompt.ends,
         most=min(wanted, room),
-        temperature=config.generate.temperature,
+        temperature=temperature,
         vocab_size=run_text.vocab_size,
         pad_token_id=run_text.pad_token_id,
     )
@@ -98,24 +117,34 @@ def _texts(typed: str | None, screen: Screen) -> Iterator[tuple[str, str]]:
             yield f"line {number} of stdin", text
 
 
-def _encoded(texts: Iterator[tuple[str, str]], run_text: RunText) -> Iterator[Prompt]:
-    """Turn each text into tokens that leave room for one that follows."""
-    most = run_text.max_positions - 1
+def _encoded(
+    texts: Iterator[tuple[str, str]], run_text: RunText, left_out: Callable[[TrainError], object]
+) -> Iterator[Prompt]:
+    """Turn each text into tokens; calls with the fault of one that cannot be continued."""
     for place, text in texts:
-        if not text.strip():
-            raise ConfigError(f"{place}: is empty; type a text to continue")
         try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{place}: is not UTF-8") from None
-        with faults_of(f"`prompt` of the data for {place}"):
-            tokens, ends = run_text.encode(text)
-        if not 0 < len(tokens) <= most:
-            raise ConfigError(
-                f"{place}: {text!r:.40} has {len(tokens)} tokens; 1 to {most} leave room for one "
-                "that follows"
-            )
-        yield Prompt(text, [*map(int, tokens)], {*ends})
+            yield _encode(place, text, run_text)
+        except TrainError as error:
+            left_out(error)
+
+
+def _encode(place: str, text: str, run_text: RunText) -> Prompt:
+    """Turn a text into tokens that leave room for one that follows."""
+    most = run_text.max_positions - 1
+    if not text.strip():
+        raise ConfigError(f"{place}: is empty; type a text to continue")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{place}: is not UTF-8") from None
+    with faults_of(f"`prompt` of the data for {place}"):
+        tokens, ends = run_text.encode(text)
+    if not 0 < len(tokens) <= most:
+        raise ConfigError(
+            f"{place}: {text!r:.40} has {len(tokens)} tokens; 1 to {most} leave room for one "
+            "that follows"
+        )
+    return Prompt(text, [*map(int, tokens)], {*ends})
 
 
 @contextmanager
