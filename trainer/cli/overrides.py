@@ -143,7 +143,11 @@ def _unread_fault(line: str) -> str:
         if why:
             read_override(f"{key}={meant}")
             return clip(f"{line}: {_UNREAD}: {why}; type {shlex.quote(f'{key}={meant}')}")
-    return clip(f"{line}: {_UNREAD}; quote special characters: '{key}=\"...\"'")
+    example = f"'{key}=\"...\"'"
+    # Of a mapping the names stand in quotes, and not the whole.
+    if begin == "{":
+        example = f"'{key}={{NAME: \"...\"}}'"
+    return clip(f"{line}: {_UNREAD}; quote special characters: {example}")
 
 
 def _read_typed(line: str) -> Override:

@@ -24,8 +24,10 @@ def next_lines(run: Run, folder: Path, *, stopped_early: bool) -> list[str]:
     lines.append(f"train evaluate run={shown}{trust}")
     writes_text = run.model.objective.predicts_next
     for word, command in READING_COMMANDS.items():
-        suits = writes_text and run.data.train.facts.prompt is not None
-        if command.reads_other_data:
+        suits = True
+        if command.text is not None:
+            suits = writes_text and run.data.train.facts.prompt is not None
+        elif command.reads_other_data:
             suits = not writes_text and "path" in config.data.params
         if suits:
             lines.append(f"train {word} run={shown} {command.example}{trust}")

@@ -53,7 +53,7 @@ def test_a_column_that_changes_what_a_record_means_is_refused_with_what_to_type(
         opened(tmp_path, record, task=task)
     with pytest.raises(DataError) as refused:
         recognise("data.path=x", list(record), task)
-    assert str(refused.value).endswith(f"data.columns={{{column}:null}}")
+    assert str(refused.value).endswith(f"'data.columns={{{column}:null}}'")
     left = opened(tmp_path, record, task=task, columns={column: None})
     assert f"not read: {column}" in shown(left)
     with pytest.raises(ConfigError, match=r"data\.columns=\{mass:null\}: no such column"):

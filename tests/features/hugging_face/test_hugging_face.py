@@ -341,6 +341,7 @@ def test_an_encoder_decoder_learns_a_target(tmp_path, words):
 
 PREFERRED = {"chosen": "a", "rejected": "b"}
 BAD: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([{"The Text (EN)": "a"}], {}, r"""e\.g\. 'data\.columns=\{text: "The Text \(EN\)"\}'$"""),
     ([{"body": "a"}], {}, "are body, and causal_lm takes .* 'data.columns={text: body}'"),
     ([{"text": "a"}, ["b"]], {}, r"records.jsonl:2: not a JSON object but of type list"),
     ([{"text": "a"}, {"body": "b"}], {}, r"records.jsonl:2: no column 'text'; it has 'body'"),

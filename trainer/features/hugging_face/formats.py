@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,12 +54,12 @@ def recognise(
         typed = _without_learned(typed or {}, columns, task)
     readable, named = _typed_roles(typed or {}, columns)
     if {"chosen", "rejected"} <= {*columns} and not named and learns:
-        roles = "{messages: chosen}"
+        roles = {"messages": "chosen"}
         if "prompt" in columns:
-            roles = "{prompt: prompt, completion: chosen}"
+            roles = {"prompt": "prompt", "completion": "chosen"}
         raise DataError(
             f"{place}: preference pairs (chosen, rejected) are not trained on; to learn the chosen "
-            f"answers alone, type data.columns={roles}"
+            f"answers alone, type {_as_typed(roles)}"
         )
     formats = [*_usual(task, learns=learns)]
     _check_typed(named, columns, task, formats)
@@ -79,7 +81,7 @@ def recognise(
     takes = " or ".join(map(" and ".join, wanted))
     raise DataError(
         f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes {takes}; say "
-        f"which they are, e.g. {shlex.quote(f'data.columns={_example(wanted, columns)}')}"
+        f"which they are, e.g. {_as_typed(_example(wanted, columns))}"
     )
 
 
@@ -123,7 +125,7 @@ def as_trained(
             example = next(iter(near_names(str(column), columns)), "NAME")
             raise DataError(
                 f"{place}: the run read {role} from column {column!r}, and there are "
-                f"{', '.join(columns) or 'none'}.{near} Type data.columns={{{role}: {example}}}"
+                f"{', '.join(columns) or 'none'}.{near} Type {_as_typed({role: example})}"
             )
     for role, column in typed.items():
         if column is not None and role not in {*roles, *learned}:
@@ -146,16 +148,28 @@ def _without_learned(
     return found
 
 
-def _example(wanted: Sequence[Sequence[str]], columns: Collection[str]) -> str:
-    """Write a mapping of the fewest roles to columns, a text among them where there may be one."""
+def _example(wanted: Sequence[Sequence[str]], columns: Collection[str]) -> dict[str, str]:
+    """Give a mapping of the fewest roles to columns, a text among them where there may be one."""
     roles = min(wanted, key=lambda needed: ("text" not in needed, len(needed)))
-    left, pairs = [*columns], list[str]()
+    left, found = [*columns], dict[str, str]()
     for role in roles:
         near = [*near_names(role, left), *left, "NAME"]
         if near[0] in left:
             left.remove(near[0])
-        pairs.append(f"{role}: {near[0]}")
-    return f"{{{', '.join(pairs)}}}"
+        found[role] = near[0]
+    return found
+
+
+def _as_typed(roles: Mapping[str, str]) -> str:
+    """Write columns by role as they are typed in a shell."""
+    pairs = list[str]()
+    for role, column in roles.items():
+        name = column
+        # Within braces Hydra takes words alone without quotes.
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", column):
+            name = json.dumps(column, ensure_ascii=False)
+        pairs.append(f"{role}: {name}")
+    return shlex.quote(f"data.columns={{{', '.join(pairs)}}}")
 
 
 def _typed_roles(
@@ -188,7 +202,7 @@ def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bo
             raise DataError(
                 f"{place}: column {column!r} changes what a record means, and is not read "
                 f"from records of {name}; to train without it, type "
-                f"data.columns={{{column}:null}}"
+                f"'data.columns={{{column}:null}}'"
             )
 
 
