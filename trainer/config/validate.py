@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -297,7 +298,7 @@ class Composed:
         usual = default_options(data_dir("conf")).get(owner or "")
         others.sort(key=lambda option: (option == "auto", option != usual))
         if owner and others and key != owner:
-            better = f"{owner}={others[0]} {key}={messages.show(value)}"
+            better = f"{owner}={others[0]} {shlex.quote(f'{key}={messages.show(value)}')}"
             text = f"not a setting of {self._option(owner)}; type {better}"
             return messages.line(key, value, text)
         every = (*messages.flat(self.base), *KEYS, *messages.flat(trackers.options()))

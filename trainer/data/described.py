@@ -29,6 +29,7 @@ def data_rows(
     cut, num_tokens = train.facts.num_cut, int(train.lengths.sum())
     counts = {OWN_PART: 0, **{part: len(view) for part, view in held_out.items()}}
     names = train.facts.label_names or ()
+    num_classes = train.facts.num_classes or len(names)
     shares = list[str]()
     for part, count in counts.items():
         shares.append(f"{number(count)} {f'in {part}' if part else 'held out'}")
@@ -37,7 +38,7 @@ def data_rows(
         facts.noun == "token" and f"{short(num_tokens)} tokens",
         cut and f"{short(cut)} more are left out",
         *shares,
-        names and f"{number(len(names))} classes",
+        num_classes and f"{number(num_classes)} classes",
     )
     counted = row(
         "data",

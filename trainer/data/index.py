@@ -27,6 +27,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from trainer.config.messages import first_of
 from trainer.core import signals
 from trainer.core.durable import make_own_folder
 from trainer.core.errors import ConfigError, DataError
@@ -125,7 +126,7 @@ def refuse_many(bad: Sequence[str], total: int) -> None:
     if len(bad) > max(1, SKIP_CAP * total):
         raise DataError(
             f"data: {len(bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
-            f"data.on_bad=skip allows; the first: {bad[0]}"
+            f"data.on_bad=skip allows; mend or remove them: {first_of(bad)}"
         )
 
 

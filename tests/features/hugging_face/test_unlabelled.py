@@ -83,7 +83,7 @@ def test_columns_are_those_of_the_run_and_what_is_in_their_place_is_asked_for(to
     data = opened(file, tokenizer, **asked)
     assert data.facts().record_format["columns"] == {"text": "sentence"}
     file = write_lines(tmp_path / "new.jsonl", [{"sentences": "the sums", "id": 1}])
-    hint = r"sentence', and there are sentences, id\. Did you mean sentences\? Type data\.columns"
+    hint = r"sentence', and there are sentences, id\. Did you mean sentences\? Type 'data\.columns"
     with pytest.raises(DataError, match=hint):
         opened(file, tokenizer, **asked)
     # The run named its label; a file without it lacks nothing.

@@ -81,7 +81,7 @@ def recognise(
     takes = " or ".join(map(" and ".join, wanted))
     raise DataError(
         f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes {takes}; say "
-        f"which they are, e.g. {_as_typed(_example(wanted, columns))}"
+        f"which they are, e.g. {_as_typed(_example(wanted, columns, named))}"
     )
 
 
@@ -148,11 +148,15 @@ def _without_learned(
     return found
 
 
-def _example(wanted: Sequence[Sequence[str]], columns: Collection[str]) -> dict[str, str]:
+def _example(
+    wanted: Sequence[Sequence[str]], columns: Collection[str], named: Mapping[str, str]
+) -> dict[str, str]:
     """Give a mapping of the fewest roles to columns, a text among them where there may be one."""
     roles = min(wanted, key=lambda needed: ("text" not in needed, len(needed)))
-    left, found = [*columns], dict[str, str]()
+    left, found = [each for each in columns if each not in named.values()], {**named}
     for role in roles:
+        if role in named:
+            continue
         near = [*near_names(role, left), *left, "NAME"]
         if near[0] in left:
             left.remove(near[0])
