@@ -38,6 +38,16 @@ class Mean(Objective):
         return LossSums(losses={"mean": fields["input_ids"].double().sum()})
 
 
+class BadFirst(Tokens):
+    rows = ([3, 4], [2, 5], [3], [2, 1, 1])
+
+
+def test_records_that_cannot_be_read_may_come_before_all_that_can(monkeypatch):
+    monkeypatch.setattr(predictor, "RECORDS_AT_ONCE", 1)
+    lines = predictor_of(data=BadFirst()).lines()
+    assert [line["prediction"] for line in lines] == [None, None, "odd", "even"]
+
+
 def test_a_record_that_was_divided_has_one_loss_over_the_terms_of_all_its_samples():
     first, second = predictor_of(data=Documents(), objective=Mean()).lines()
     assert first == {"id": 0, "source": "a:1", "loss": 2.0, "terms": 3}

@@ -54,9 +54,11 @@ class RecordPredictor:
         Samples are computed together where their fields have one shape, so that nothing is padded.
         Gives `id`, the number of the record; `source`, where it is from; what the objective
         predicts, classes by their names, or the `loss` and its `terms`; or an `error`, where it is
-        no sample or cannot be read. A DataError where none of the first can be.
+        no sample or cannot be read. A DataError where no sample can be.
         """
-        data, is_first = self.loader.dataset, True
+        data, held = self.loader.dataset, list[dict[str, Any]]()
+        first_fault: str | None = None
+        is_any = False
         records, label = data.records(), f"predicting {plural(len(data), 'sample')}"
         with inference(self.model, self.world), closing(self.loader), progress(label) as advance:
             while window := [*islice(records, RECORDS_AT_ONCE)]:
@@ -66,11 +68,17 @@ class RecordPredictor:
                 found = dict[int, Values]()
                 for each in self.world.on_all(partial(self._share, places, advance)):
                     found.update(each)
-                if is_first and found and all(_ERROR in each for each in found.values()):
-                    raise DataError(f"data: {next(iter(found.values()))[_ERROR]}")
-                is_first = False
-                for record in window:
-                    yield self._line(record, found)
+                for values in found.values():
+                    is_any |= _ERROR not in values
+                    first_fault = first_fault or values.get(_ERROR)
+                held += [self._line(record, found) for record in window]
+                # Until one is predicted, what is wrong may be the data as a whole.
+                if is_any:
+                    yield from held
+                    held = []
+        if first_fault is not None and not is_any:
+            raise DataError(f"data: {first_fault}")
+        yield from held
 
     def _share(
         self, places: Sequence[int], advance: Callable[[], None]
