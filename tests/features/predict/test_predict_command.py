@@ -85,7 +85,7 @@ class Bare(Rows):
 def test_data_of_ones_own_need_no_labels_and_sizes_of_steps_do_not_matter():
     run = go(
         f"model._target_={TOYS}.DoubleNet data._target_={__name__}.Bare objective=token_classify "
-        "steps=2 ema.decay=0.5"
+        "steps=2 ema.decay=0.5 checkpoint.every=1"
     )
     path, lines = predicted(run, "data.size=9 accum.micro=4 accum.steps=5 batch.global=3")
     data, model = Bare(9, learns=False), DoubleNet()
@@ -97,5 +97,12 @@ def test_data_of_ones_own_need_no_labels_and_sizes_of_steps_do_not_matter():
         assert line["prediction"] == [Bare.label_names[i] for i in classes]
         assert line["probability"] == pytest.approx(best.tolist(), rel=1e-6)
     averaged, others = predicted(run, "data.size=9 step=ema")
-    assert averaged == path
     assert others != lines
+    names = {averaged.name}
+    for settings in ("", "step=1", "precision=bf16", "log.generate_tokens=2"):
+        names.add(predicted(run, f"data.size=9 {settings}")[0].name)
+    assert len(names) == 5
+    assert path.name in names
+    assert "-step2-" in path.name
+    assert "-step2-ema-" in averaged.name
+    assert predicted(run, "data.size=9 data.holdout=0.5 batch.global=2")[0] == path

@@ -24,6 +24,9 @@ from trainer.features.predict.opening import open_predictor
 from trainer.features.predict.predictor import RecordPredictor
 from trainer.report.console import Screen
 
+_OF_FIGURES = ("model", "transforms", "adapter", "tokenizer", "objective", "precision")
+"""Sections of a config that figures depend on, beside data, weights and the length of answers."""
+
 
 def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Predict every record of the data, and write a line for each into the run.
@@ -41,7 +44,10 @@ def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     if not world.is_main:
         deque(lines, maxlen=0)
         return 0
-    file = folder / predictions_file(config)
+    step = f"step{loaded.step}"
+    if loaded.is_average:
+        step += "-ema"
+    file = folder / predictions_file(config, step)
     earlier = ""
     if file.exists():
         earlier = ", in place of earlier ones"
@@ -53,19 +59,24 @@ def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     return 0
 
 
-def predictions_file(config: RunConfig) -> str:
-    """Name the file after the one that it is of, and the settings of the data."""
-    data = to_plain(config)["data"]
+def predictions_file(config: RunConfig, step: str) -> str:
+    """Name the file after its data, the step of the weights, and what else changes figures."""
+    plain = to_plain(config)
+    settings = {key: plain[key] for key in _OF_FIGURES}
+    # All of the data are predicted.
+    data = {**plain["data"], "holdout": None}
+    settings |= {"data": data, "generate_tokens": config.log.generate_tokens}
     parts, path = ["predictions"], data.get("path")
     if isinstance(path, str):
         parts.append(re.sub(r"[^\w.-]+", "_", Path(path).stem)[:50])
-    parts.append(config_hash(data)[:8])
+    parts += [step, config_hash(settings)[:8]]
     return f"{'-'.join(filter(None, parts))}.jsonl"
 
 
 def written_file(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Give Python the file that was written."""
-    return {"file": str(folder / predictions_file(config))}
+    """Give Python the file that was written: of those of these settings the newest."""
+    files = folder.glob(predictions_file(config, "step*"))
+    return {"file": str(max(files, key=lambda file: file.stat().st_mtime_ns))}
 
 
 def _show(
