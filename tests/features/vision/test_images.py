@@ -218,8 +218,12 @@ def test_without_classes_every_image_of_a_folder_counts_and_a_broken_one_waits_f
     loader = Loader(data, num_workers=0, seed=0)
     fields = loader.load(Request(ids=(1, 2), epoch=0, pad_to=1))
     assert {name: field.shape for name, field in fields.items()} == {"pixel_values": (2, 3, 4, 4)}
-    with pytest.raises(DataError, match=r"a/0\.png: UnidentifiedImageError"):
+    with pytest.raises(DataError, match=r"a/0\.png: no image of AVIF.*WEBP$"):
         loader.load(Request(ids=(0,), epoch=0, pad_to=1))
+    Image.effect_noise((64, 64), 50).save(tmp_path / "b.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "b.png").read_bytes()[:2000])
+    with pytest.raises(DataError, match=r"data: b\.png: image file is truncated$"):
+        loader.load(Request(ids=(2,), epoch=0, pad_to=1))
     (tmp_path / "c").mkdir()
     (tmp_path / "c/notes.txt").write_text("no image")
     with pytest.raises(DataError, match="no image of AVIF"):

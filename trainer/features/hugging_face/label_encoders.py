@@ -202,6 +202,9 @@ def tag_fields(
         numbers = [labels.number(tag) for tag in tags]
     if not words:
         raise DroppedError("without words")
+    for each in words:
+        if not isinstance(each, str):
+            raise ValueError(f"a word is of type {type(each).__name__}, not a string")
     found = encoder.tokenize([space + word for word in words], is_split_into_words=True)
     of_tokens, before = [], None
     for word in found.word_ids():

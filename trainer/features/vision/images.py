@@ -184,7 +184,11 @@ class LooseImages(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give an image, `(3, height, width)` float32."""
-        return {PIXEL_VALUES: self._make(pixels.open_image(self._paths[i]))}
+        try:
+            image = pixels.open_image(self._paths[i])
+        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(f"data: {self.name_of(i)}: {pixels.image_fault(error)}") from error
+        return {PIXEL_VALUES: self._make(image)}
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack images; so none is looked at before its turn, as it may be broken."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -58,6 +59,18 @@ def open_image(path: Path) -> Any:  # noqa: ANN401 - of an untyped library
         if image.mode[0] in "IF":
             raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it")
         return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def image_fault(error: Exception) -> str:
+    """Say why an image cannot be read, in words that are the same for others of that fault."""
+    from PIL import UnidentifiedImageError  # noqa: PLC0415 - for images alone
+
+    if isinstance(error, UnidentifiedImageError):
+        return f"no image of {', '.join(FORMATS)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    # How many bytes are left differs from image to image.
+    return re.sub(r" \(\d+ bytes[^)]*\)", "", " ".join(str(error).split()))
 
 
 @cache
