@@ -8,6 +8,7 @@ import pytest
 
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_tokenizer, write_lines
 from trainer.core.errors import ConfigError, DataError
+from trainer.core.rows import RunFacts
 from trainer.features.hugging_face.data_set import HuggingFaceData
 
 BAD = {"text": " "}
@@ -57,6 +58,8 @@ def test_a_record_of_each_format_needs_no_label(form, tokenizer, tmp_path):
     assert (first.number, first.place, [*first.samples]) == (0, "new.jsonl:1", [0])
     assert (second.number, second.place) == (1, "new.jsonl:3")
     assert second.why_none.startswith("not JSON")
+    kind = data.describe(RunFacts(total_steps=0, world_size=1, noun="token"))[0].text
+    assert kind.startswith(("text", "word", "question", "prompt", "instruction", "chat"))
     assert (first.classes, first.text) == (record.get("choices"), record.get("context"))
 
 
@@ -102,6 +105,12 @@ def test_a_record_that_is_no_sample_says_why_and_a_long_text_has_several(tokeniz
     long = write_lines(tmp_path / "b.jsonl", records)
     data = opened(long, tokenizer, "causal_lm", max_length=20, overlong="drop")
     assert next(data.predicted_records()).why_none == "longer than data.max_length"
+
+
+def test_a_word_that_is_none_is_named(tokenizer, tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"tokens": ["the"]}, {"tokens": ["the", 3]}])
+    _, bad = opened(file, tokenizer, "token_classification").predicted_records()
+    assert bad.why_none == "a word is of type int, not a string"
 
 
 def test_files_named_for_parts_are_all_predicted(tokenizer, tmp_path):

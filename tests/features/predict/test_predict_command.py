@@ -39,7 +39,7 @@ def test_a_table_comes_back_with_a_column_for_the_class(capsys):
         csv.writer(file).writerows([HEAD, *rows])
     path, lines = predicted(run, "data.path=new.csv")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "data: label (text), not read: Nr., prediction, a note, long" in shown
+    assert "data: texts to label (text), not read: Nr., prediction, a note, long" in shown
     assert "no prediction for 1 record: its text is empty (1); the first is new.csv:10" in shown
     assert "59 predictions written to " in shown
     assert "new.csv:2: " in shown

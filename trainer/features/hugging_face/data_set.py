@@ -32,6 +32,13 @@ from trainer.features.hugging_face.token_cache import (
 from trainer.features.hugging_face.tokenizers import read_template
 
 DEFAULT_LENGTH = 1024
+_ASKED = {
+    **{"text": "texts", "label": "texts to label", "tags": "words to tag"},
+    **{"span": "questions on a text", "choices": "questions with choices"},
+    **{"source and target": "texts to rewrite", "pair": "texts to embed"},
+    **{"prompt and completion": "prompts", "instruction": "instructions", "chat": "chats"},
+}
+"""What records of each format are called where nothing is learned."""
 
 
 @final
@@ -253,13 +260,16 @@ class HuggingFaceData(TwoSides):
                 columns.append(column)
             else:
                 columns.append(f"{role}: {column}")
+        kind = form
+        if not self._learns:
+            kind = _ASKED[form]
         count = sum(dropped.values())
         # What is left of a longer record has just so many tokens.
         cut = 0
         if known["overlong"] == "cut" and not self._learns:
             cut = int(np.count_nonzero(self._samples.lengths >= self._max_length))
         text = join_parts(
-            f"{form} ({', '.join(columns)})",
+            f"{kind} ({', '.join(columns)})",
             count and f"{count:,} left out",
             cut and f"{cut:,} of data.max_length={self._max_length} tokens, the rest is not read",
             self._learns and unread and f"{plural(len(unread), 'column')} not read",
