@@ -93,6 +93,16 @@ class Labelled(Mean):
         return {"mean": float(len(fields["labels"]))}
 
 
+class Wrong(Mean):
+    """Gives what stands for no prediction of each sample."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def predict(self, model, fields, text):
+        return self.given
+
+
 class Unreadable(Tokens):
     rows = ([3, 4], [5, 2])
 
@@ -103,5 +113,10 @@ def test_what_nothing_can_be_said_of_is_named_in_a_line():
     refused = r"data: the model cannot take them \(input_ids \(3, 1\).*: no pixels"
     with pytest.raises(ConfigError, match=refused):
         [*predictor_of(module=ForOthers()).lines()]
+    for given in (7, [7] * 3, [{"loss": 1}] * 3, [{"prediction": 1}]):
+        with pytest.raises(ConfigError, match="objective=Wrong: `predict` has to give a mapping"):
+            [*predictor_of(objective=Wrong(given)).lines()]
+    line, *_ = predictor_of(objective=Given(prediction=torch.tensor(1.5))).lines()
+    assert line["prediction"] == 1.5
     with pytest.raises(DataError, match="data: row 0: ValueError: seven"):
         [*predictor_of(data=Unreadable()).lines()]

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from trainer.config.messages import clip
 from trainer.core.errors import ConfigError, DataError, DoesNotFitError, TrainError
 from trainer.core.format import plural
 from trainer.core.micro_batch import Fields, to_device
@@ -136,7 +137,7 @@ class RecordPredictor:
         try:
             with AllocationGuard() as guard:
                 fields = to_device(joined, self.world.device)
-                found = self.objective.predict(self.model.call, fields, self.text)
+                found: object = self.objective.predict(self.model.call, fields, self.text)
         except TrainError:
             raise
         except Exception as error:
@@ -148,7 +149,23 @@ class RecordPredictor:
         if guard.failed:
             release_memory()
             return [self._predicted([each])[0] for each in samples]
-        return found or [self._loss_of(each) for each in samples]
+        if isinstance(found, Sequence) and not found:
+            return [self._loss_of(each) for each in samples]
+        return self._checked(found, len(samples))
+
+    def _checked(self, found: object, count: int) -> Sequence[Values]:
+        """Refuse what an objective of one's own gives that is no prediction for each sample."""
+        checked = list[Values]()
+        for each in found if isinstance(found, Sequence) else ():
+            if isinstance(each, Mapping) and "prediction" in each:
+                checked.append(dict(zip(each, map(_plain, each.values()), strict=True)))
+        if len(checked) != count:
+            kind = type(self.objective).__name__
+            raise ConfigError(
+                f"objective={kind}: `predict` has to give a mapping with `prediction` for each of "
+                f"{plural(count, 'sample')}, and gave {clip(repr(found))}"
+            )
+        return checked
 
     def _loss_of(self, sample: Fields) -> Values:
         """Give the loss of a sample, where an objective predicts nothing else."""
@@ -243,3 +260,8 @@ def _shortened(value: Any) -> Any:  # noqa: ANN401 - any JSON
     if isinstance(value, list):
         return [*map(_shortened, value)]
     return value
+
+
+def _plain(value: object) -> object:
+    """Turn a tensor into what stands in a line of JSON."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
