@@ -22,6 +22,7 @@ from trainer.data.split import HOLDOUT
 _JSON_LINES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 _JSON = ".json"
 _FIELD = "text"
+_OnBad = Literal["stop", "skip", "note"]
 
 
 @final
@@ -51,13 +52,14 @@ class Text(ByteDocuments):
         overlong: what becomes of longer documents.
         on_bad: `stop` at the first bad record, or `skip`: pass over up to 1 % of them, counted
             and listed.
+        learns: without it bad records, however many, are no documents, each with why.
 
     Raises:
         DataError: the path cannot be read, a record is bad, or there is no document; names file
             and line.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
         self,
         path: ExistingPath,
         field: FieldName | None = None,
@@ -67,12 +69,16 @@ class Text(ByteDocuments):
         seed: int = 0,
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
+        learns: bool = True,
     ) -> None:
         place = expanded(path).absolute()
         with reading(place):
             self._listing = files_at(place, _takes)
         self._place, self._field = place, field
-        index = _text_index(place, self._listing.files, field, on_bad == "skip")
+        kept: _OnBad = on_bad
+        if not learns:
+            kept = "note"
+        index = _text_index(place, self._listing.files, field, kept)
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
     def describe(self, _: RunFacts) -> Sequence[Row]:
@@ -107,7 +113,7 @@ def _takes(file: Path) -> bool:
     return lines.kind_suffix(file) in {_JSON, *_JSON_LINES} or lines.is_text(file)
 
 
-def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: bool) -> Index:
+def _text_index(path: Path, files: Sequence[Path], field: str | None, on_bad: _OnBad) -> Index:
     with reading(path):
         states = {str(file): file.stat() for file in files}
     size = sum(status.st_size for status in states.values())
@@ -122,7 +128,7 @@ def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: boo
                 except ValueError as error:
                     before, why = lines.fault(error)
                     bad.append(f"{lines.record_place(file, number + before)}: {why}")
-                    if not skips:
+                    if on_bad == "stop":
                         text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from error
                 else:
@@ -131,13 +137,16 @@ def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: boo
                     else:
                         empty += 1
                 total += 1
-        refuse_many(bad, total)
+        if on_bad != "note":
+            refuse_many(bad, total)
+        elif bad and len(bad) + empty == total:
+            raise DataError(f"data: {bad[0]}")
         if len(bad) + empty == total:
             raise DataError(f"data.path={path}: holds no documents")
         return bad, {"empty": empty}
 
     # The number of the reader goes up where the same files give other documents.
-    return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="4")
+    return cached_index("text", f"{path}|{field}|{on_bad}", states, build, reader="4")
 
 
 def _records(

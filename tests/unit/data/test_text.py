@@ -90,6 +90,19 @@ def test_a_bad_record_names_file_and_line(tmp_path, record, fault):
     assert len(text) < 400
 
 
+def test_without_learning_a_record_that_is_bad_has_its_reason_however_many_are(tmp_path):
+    file = tmp_path / "new.jsonl"
+    file.write_text('{"text": null}\n{"text": "good"}\n{"body": "a"}\n')
+    found = Text(str(file), on_bad="skip", learns=False).predicted_records()
+    first, second, third = found
+    assert first.why_none == "field 'text' is of type NoneType, not a string"
+    assert [*second.samples] == [0]
+    assert (third.place, third.why_none[:16]) == ("new.jsonl:3", "no field 'text';")
+    file.write_text('{"text": null}\n')
+    with pytest.raises(DataError, match=r"new\.jsonl:1: field 'text' is of type"):
+        Text(str(file), learns=False)
+
+
 def test_bad_records_may_be_skipped_up_to_a_share(tmp_path):
     good = [{"text": f"document {k}"} for k in range(297)]
     file = jsonl(tmp_path / "few.jsonl", *good, b"{", b"[]", b"3")
