@@ -27,6 +27,9 @@ LONGEST_LINE = 2**27
 UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstandard"}
 """Modules that unpack files, by their suffix."""
 
+FAULT_COLUMN = "why the row cannot be read"
+"""Where what is wrong with a row of CSV that was kept stands beside its cells."""
+
 _BINARY_HEAD = 2**13
 """A file with a NUL among its first bytes is no text, as git has it."""
 
@@ -111,21 +114,26 @@ def csv_separator(file: Path) -> str:
     return chr(max(separators, key=head.count))
 
 
-def csv_rows_of(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Give the cells of CSV as they stand, the head first; blank lines are no rows."""
+def csv_rows_of(file: Path, *, keeps_bad: bool = False) -> Iterator[tuple[int, list[str]]]:
+    """Give the cells of CSV as they stand, the head first; blank lines are no rows.
+
+    With `keeps_bad` rows for which `row_fault` has words are given, too, in place of a DataError.
+    """
     # The limit is the process's; by default it is 128 KiB, less than some texts have.
     csv.field_size_limit(LONGEST_LINE)
-    texts = (line.decode() for _, line in lines_of(file))
+    errors = "strict"
+    texts = (line.decode(errors=errors) for _, line in lines_of(file))
     found = csv.reader(texts, delimiter=csv_separator(file), strict=True)
     number, num_names = 1, 0
     try:
         for row in found:
             if len(row) > 1 or "".join(row).strip():
                 num_names = num_names or len(row)
-                if len(row) != num_names:
-                    count, names = plural(len(row), "cell"), plural(num_names, "name")
-                    raise csv.Error(f"{count}, and {names} of columns")
+                if not keeps_bad and len(row) != num_names:
+                    raise csv.Error(row_fault(row, num_names))
                 yield number, row
+                if keeps_bad:
+                    errors = "surrogateescape"  # of the lines behind the head
             number = found.line_num + 1
     except csv.Error as error:
         raise DataError(f"data: {file}:{number}: not CSV ({error})") from error
@@ -133,6 +141,19 @@ def csv_rows_of(file: Path) -> Iterator[tuple[int, list[str]]]:
         place = f"{file}:{found.line_num + 1}"
         remedy = f"save it as UTF-8: iconv -f latin1 -t utf-8 {shlex.quote(file.name)} > new.csv"
         raise DataError(f"data: {place}: {fault(error)[1]}; {remedy}") from error
+
+
+def row_fault(row: list[str], num_names: int) -> str | None:
+    """Say what is wrong with a row of CSV that `keeps_bad` kept; None where nothing is."""
+    if len(row) != num_names:
+        return f"{plural(len(row), 'cell')}, and {plural(num_names, 'name')} of columns"
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError as error:
+        # A byte that is not UTF-8 was decoded to a character that stands for it.
+        byte = ord(error.object[error.start]) - 0xDC00
+        return f"not UTF-8 (byte 0x{byte:02x}); save the file as UTF-8"
+    return None
 
 
 def holds_list(file: Path) -> bool:

@@ -107,6 +107,22 @@ def test_a_record_that_is_no_sample_says_why_and_a_long_text_has_several(tokeniz
     assert next(data.predicted_records()).why_none == "longer than data.max_length"
 
 
+def test_a_bad_row_of_a_table_is_a_record_with_its_reason(tokenizer, tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_bytes(b"text,date\nonly\nthe,1\nsums,2,3\nr\xe9d,4\n")
+    data = opened(file, tokenizer, "sequence_classification")
+    reasons = [record.why_none for record in data.predicted_records()]
+    assert reasons == [
+        "1 cell, and 2 names of columns",
+        None,
+        "3 cells, and 2 names of columns",
+        "not UTF-8 (byte 0xe9); save the file as UTF-8",
+    ]
+    assert [record.place for record in data.predicted_records()][3] == "a.csv:5"
+    told = data.describe(RunFacts(total_steps=0, world_size=1, noun="token"))
+    assert [row.text for row in told if row.text] == ["texts to label (text)", "not read: date"]
+
+
 def test_a_word_that_is_none_is_named(tokenizer, tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"tokens": ["the"]}, {"tokens": ["the", 3]}])
     _, bad = opened(file, tokenizer, "token_classification").predicted_records()

@@ -55,6 +55,12 @@ def test_a_table_comes_back_with_a_column_for_the_class(capsys):
     assert [line["id"] for line in lines] == [*range(60)]
     assert lines[1]["source"] == "new.csv:4"
 
+    Path("bad.csv").write_bytes(b"text,note\nsums\ntext,a\nsums,b,c\nr\xe9d,d\n")
+    path, _ = predicted(run, "data.path=bad.csv")
+    with path.with_suffix(".csv").open(newline="", errors="replace") as file:
+        cells = [row[:2] for row in csv.reader(file)]
+    assert cells[1:] == [["sums", ""], ["text", "a"], ["sums", "b,c"], ["r\ufffdd", "d"]]
+
     assert shell(f"export run={run.folder} export.to=tuned") == 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained("tuned").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained("tuned")

@@ -130,9 +130,7 @@ class HuggingFaceData(TwoSides):
             trained_format=trained_format,
         )
         one_part_only = part is not None and holdout == 0
-        self._source = find_records(
-            path, subset, part, one_part_only=one_part_only, parts_files=learns
-        )
+        self._source = find_records(path, subset, part, one_part_only=one_part_only, learns=learns)
         self._unused = dict[str, str]()
         if subset is not None and self._source.kind != "hub":
             why = "is of a name on the hub, and the path is a file or folder"

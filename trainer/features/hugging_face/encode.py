@@ -18,7 +18,7 @@ from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
 from trainer.core.user_code import quiet
 from trainer.data.documents import Ends, SampleKind, kinds_of, packed_fields
-from trainer.data.lines import json_object
+from trainer.data.lines import FAULT_COLUMN, json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face.formats import Format
@@ -157,7 +157,10 @@ def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator
     """Give the records of a batch of columns; a ValueError for what is none."""
     for values in zip(*batch.values(), strict=True):
         record: Any = dict(zip(batch, map(_without_none, values), strict=True))
+        why_none = record.pop(FAULT_COLUMN, None)
         try:
+            if why_none is not None:
+                raise ValueError(why_none)
             if is_json:
                 record = json_object(record["text"])
             elif isinstance(text := record.get("text"), bytes):

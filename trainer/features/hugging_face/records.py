@@ -43,6 +43,7 @@ _HASHED_BYTES = 2**30
 cost a second, not a reading of the whole corpus."""
 WHOLE_TEXT = "whole text"
 """A kind: each file is a text."""
+_CSV_KEPT = "csv with bad rows"
 _ROWS_AT_ONCE = 100
 """Records at a time: bounds the memory where a record is a book."""
 
@@ -69,6 +70,8 @@ class RecordSource:
     others: Sequence[str] = ()
     # Of the files, of all parts
     listing: Listing = field(default_factory=Listing)
+    # Whether bad rows of CSV are records, which say why
+    keeps_bad: bool = False
 
     @property
     def digest(self) -> str:
@@ -134,8 +137,15 @@ class RecordSource:
             return datasets.load_dataset(self.kind, data_files=links, cache_dir=str(scratch))
         tables = dict[str, Any]()
         for part, files in self.files.items():
-            tables[part] = read_table(files, self.kind, scratch / f"{part}.rows")
+            tables[part] = read_table(files, self._rows_of, scratch / f"{part}.rows")
         return tables
+
+    @property
+    def _rows_of(self) -> str:
+        """Say by which of `ROWS` the files are divided."""
+        if self.kind == "csv" and self.keeps_bad:
+            return _CSV_KEPT
+        return self.kind
 
     @property
     def table(self) -> Path | None:
@@ -153,7 +163,7 @@ class RecordSource:
             name, mark = lines.name_below(file, root), ":"
             if lines.holds_list(file):
                 mark = ": record "
-            for line, _ in ROWS[self.kind](file):
+            for line, _ in ROWS[self._rows_of](file):
                 yield f"{name}{mark}{line}"
 
     def name_of(self, part: str, row: int, before: int = 0) -> str:
@@ -165,7 +175,7 @@ class RecordSource:
         if self.kind in ROWS:
             left = row
             for file in files:
-                for line, _ in ROWS[self.kind](file):
+                for line, _ in ROWS[self._rows_of](file):
                     if left == 0:
                         return lines.record_place(file, line + before)
                     left -= 1
@@ -189,16 +199,18 @@ def find_records(
     part: str | None = None,
     *,
     one_part_only: bool = False,
-    parts_files: bool = True,
+    learns: bool = True,
 ) -> RecordSource:
     """Find out what a path holds; a folder or files are parted by words in their names, if at all.
 
     `subset` is the configuration of a name on the hub. The `part` is trained on, None for the one
-    whose name begins with `train`; with `one_part_only` no other is taken beside it.
+    whose name begins with `train`; with `one_part_only` no other is taken beside it. Without
+    `learns` files are not parted, and bad rows of CSV are kept.
     """
     source = RecordSource(
         path=path, kind="hub", subset=subset, part=part, one_part_only=one_part_only
     )
+    source = replace(source, keeps_bad=not learns)
     place = expanded(path).absolute()
     is_file = lines.kind_suffix(place) in _KINDS or place.suffix.lower() in lines.UNPACKED
     is_name = HUB_NAME.fullmatch(path) and not is_file
@@ -224,7 +236,7 @@ def find_records(
     (kind,) = kinds
     files = [file for file in files if _KINDS[lines.kind_suffix(file)] == kind]
     parts: Mapping[str, Sequence[Path]] = {TRAIN: files}
-    if parts_files:
+    if learns:
         parts = _parted(files, place, chooses=part is not None)
     taken, others = _chosen(list(parts), source)
     if kind == "text" and place.is_dir():
@@ -339,7 +351,7 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     batches = iter(lambda: [*islice(rows, _ROWS_AT_ONCE)], [])
     first = next(batches, list[dict[str, Any]]([{}]))
     # With offsets of 64 bits: a column may have more than 2 GiB.
-    cell = pa.large_string() if kind == "csv" else pa.large_binary()
+    cell = pa.large_string() if kind in {"csv", _CSV_KEPT} else pa.large_binary()
     schema = pa.schema([(name, cell) for name in first[0]])
     place = files[0].parent if files[1:] else files[0]
     with (
@@ -353,16 +365,22 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     return Dataset.from_file(str(to))
 
 
-def _csv_rows(file: Path) -> NumberedRows:
-    """Give the rows of CSV by the names of its columns."""
-    rows = lines.csv_rows_of(file)
+def _csv_rows(file: Path, *, keeps_bad: bool = False) -> NumberedRows:
+    """Give the rows of CSV by the names of its columns; of bad ones that are kept why they are."""
+    rows = lines.csv_rows_of(file, keeps_bad=keeps_bad)
     _, head = next(rows, (1, []))
     names = [name or f"Unnamed: {i}" for i, name in enumerate(head)]
     if len(names) != len({*names}):
         twice = max(names, key=names.count)
         raise DataError(f"data: {file}:1: two columns are named {twice!r}; rename one")
     for number, row in rows:
-        yield number, dict(zip(names, row, strict=True))
+        cells: dict[str, str | None] = dict(zip(names, row, strict=not keeps_bad))
+        if keeps_bad:
+            why = lines.row_fault(row, len(names))
+            if why is not None:
+                cells = dict.fromkeys(names)
+            cells[lines.FAULT_COLUMN] = why
+        yield number, cells
 
 
 def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> NumberedRows:
@@ -372,6 +390,7 @@ def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> Num
 
 ROWS: Mapping[str, Callable[[Path], NumberedRows]] = {
     "csv": _csv_rows,
+    _CSV_KEPT: partial(_csv_rows, keeps_bad=True),
     "json": partial(_text_rows, lines.json_records_of),
     "text": partial(_text_rows, lines.paragraphs_of),
     WHOLE_TEXT: partial(_text_rows, lines.whole_text_of),

@@ -20,7 +20,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.data import index
 from trainer.data.documents import SampleKind
 from trainer.data.files import progress
-from trainer.data.lines import fault
+from trainer.data.lines import FAULT_COLUMN, fault
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders
 from trainer.features.hugging_face.formats import Format, as_trained, recognise
@@ -126,7 +126,7 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
     records, place = next(iter(parts.values())), f"data.path={source.path}"
     if not len(records):
         raise DataError(f"{place}: holds no records")
-    columns = list[str](records.column_names)
+    columns = [name for name in records.column_names if name != FAULT_COLUMN]
     if source.kind == "json":
         first = encode.records_of(records[:_LOOKED_AT], is_json=True)
         found = [each for each in first if isinstance(each, dict)]

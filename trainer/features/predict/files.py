@@ -65,14 +65,16 @@ def write_table(table: Path, file: Path, written: WrittenLines) -> Path:
     names = sorted(written.names.intersection(COLUMNS), key=COLUMNS.index)
 
     def pieces() -> Iterator[bytes]:
-        rows = (row for _, row in csv_rows_of(table))
+        rows = (row for _, row in csv_rows_of(table, keeps_bad=True))
         head = next(rows)
         yield _as_csv([*head, *(_free(name, head) for name in names)], separator)
         with file.open("rb") as lines:
             line = json.loads(next(lines, b"{}"))
             for number, row in enumerate(rows):
                 if line.get("id") == number:
-                    yield _as_csv([*row, *(_cell(line.get(name)) for name in names)], separator)
+                    cells = _below(head, row, separator)
+                    cells += [_cell(line.get(name)) for name in names]
+                    yield _as_csv(cells, separator)
                     line = json.loads(next(lines, b"{}"))
 
     with as_save_error(to):
@@ -105,6 +107,13 @@ def _free(name: str, taken: Iterable[str]) -> str:
     return found
 
 
+def _below(head: list[str], row: list[str], separator: str) -> list[str]:
+    """Put a cell below each name: of too many the last one has the rest, and too few are filled."""
+    last = len(head) - 1
+    cells = [*row[:last], separator.join(row[last:])]
+    return cells + [""] * (len(head) - len(cells))
+
+
 def _cell(value: Any) -> str:  # noqa: ANN401 - any JSON
     if value is None:
         return ""
@@ -116,4 +125,5 @@ def _cell(value: Any) -> str:  # noqa: ANN401 - any JSON
 def _as_csv(cells: list[str], separator: str) -> bytes:
     text = io.StringIO()
     csv.writer(text, delimiter=separator, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+    # Bytes that are not UTF-8 come back as they were.
+    return text.getvalue().encode(errors="surrogateescape")
