@@ -75,10 +75,10 @@ class Text(ByteDocuments):
         with reading(place):
             self._listing = files_at(place, _takes)
         self._place, self._field = place, field
-        kept: _OnBad = on_bad
+        bad_are: _OnBad = on_bad
         if not learns:
-            kept = "note"
-        index = _text_index(place, self._listing.files, field, kept)
+            bad_are = "note"
+        index = _text_index(place, self._listing.files, field, bad_are)
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
     def describe(self, _: RunFacts) -> Sequence[Row]:

@@ -43,7 +43,7 @@ _HASHED_BYTES = 2**30
 cost a second, not a reading of the whole corpus."""
 WHOLE_TEXT = "whole text"
 """A kind: each file is a text."""
-_CSV_KEPT = "csv with bad rows"
+_CSV_AND_BAD_ROWS = "csv with bad rows"
 _ROWS_AT_ONCE = 100
 """Records at a time: bounds the memory where a record is a book."""
 
@@ -144,7 +144,7 @@ class RecordSource:
     def _rows_of(self) -> str:
         """Say by which of `ROWS` the files are divided."""
         if self.kind == "csv" and self.keeps_bad:
-            return _CSV_KEPT
+            return _CSV_AND_BAD_ROWS
         return self.kind
 
     @property
@@ -351,7 +351,7 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     batches = iter(lambda: [*islice(rows, _ROWS_AT_ONCE)], [])
     first = next(batches, list[dict[str, Any]]([{}]))
     # With offsets of 64 bits: a column may have more than 2 GiB.
-    cell = pa.large_string() if kind in {"csv", _CSV_KEPT} else pa.large_binary()
+    cell = pa.large_string() if kind in {"csv", _CSV_AND_BAD_ROWS} else pa.large_binary()
     schema = pa.schema([(name, cell) for name in first[0]])
     place = files[0].parent if files[1:] else files[0]
     with (
@@ -390,7 +390,7 @@ def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> Num
 
 ROWS: Mapping[str, Callable[[Path], NumberedRows]] = {
     "csv": _csv_rows,
-    _CSV_KEPT: partial(_csv_rows, keeps_bad=True),
+    _CSV_AND_BAD_ROWS: partial(_csv_rows, keeps_bad=True),
     "json": partial(_text_rows, lines.json_records_of),
     "text": partial(_text_rows, lines.paragraphs_of),
     WHOLE_TEXT: partial(_text_rows, lines.whole_text_of),

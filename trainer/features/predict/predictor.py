@@ -57,7 +57,7 @@ class RecordPredictor:
         predicts, classes by their names, or the `loss` and its `terms`; or an `error`, where it is
         no sample or cannot be read. A DataError where no sample can be.
         """
-        data, held = self.loader.dataset, list[dict[str, Any]]()
+        data, early_lines = self.loader.dataset, list[dict[str, Any]]()
         first_fault: str | None = None
         is_any = False
         records, label = data.records(), f"predicting {plural(len(data), 'sample')}"
@@ -72,14 +72,14 @@ class RecordPredictor:
                 for values in found.values():
                     is_any |= _ERROR not in values
                     first_fault = first_fault or values.get(_ERROR)
-                held += [self._line(record, found) for record in window]
+                early_lines += [self._line(record, found) for record in window]
                 # Until one is predicted, what is wrong may be the data as a whole.
                 if is_any:
-                    yield from held
-                    held = []
+                    yield from early_lines
+                    early_lines = []
         if first_fault is not None and not is_any:
             raise DataError(f"data: {first_fault}")
-        yield from held
+        yield from early_lines
 
     def _share(
         self, places: Sequence[int], advance: Callable[[], None]
