@@ -65,7 +65,7 @@ GIVEN = {
     "ImageFolders": {"label_names", "model_path", "learns"},
     "Lora": {"others"},
     "StdlibText": {"split", "seed", "root"},
-    "Text": {"split", "seed", "on_bad"},
+    "Text": {"split", "seed", "on_bad", "learns"},
     "TokenWindows": {"split"},
     "hugging_face": {"label_names", "pad_token_id"},
     "hugging_face_tokenizer": {"model"},
