@@ -96,7 +96,9 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     if batch.unit == "tokens":
         text += ", or just above"
     elif size > len(run.data.lengths):
-        text = f"{plural(len(run.data.lengths), 'sample')} a step, all there are, and not {size:,}"
+        text = (
+            f"{plural(len(run.data.lengths), 'sample')} a step, fewer than {size:,}: all there are"
+        )
     if not order.sizes.is_constant:
         text += f" at first, {number(order.sizes.largest)} at most"
     # Another loss than one mean over all that the batch holds is another step.

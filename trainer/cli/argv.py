@@ -7,6 +7,7 @@ stand anywhere.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -192,6 +193,9 @@ def _stray_faults(words: Sequence[str], command: str | None) -> list[str]:
     if words and found is not None and found.text is not None:
         text = f"{' '.join(words)}: is no setting; quote the whole text: {found.text}='...'"
         return [clip(text)]
+    if words and found is not None and found.reads_other_data:
+        remedy = f"type {shlex.quote(f'data.path={words[0]}')}"
+        return [clip(f"{words[0]}: is no setting; {remedy}")]
     return [*map(_unknown_word, words)]
 
 

@@ -5,7 +5,7 @@ Every fault is found here, before a folder is made or torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
         return replace(_place(job, job.folder), note=job.note + note)
     if key == "run" and command in READING:
         if command in OF_OTHER_DATA:
-            _refuse_own_data(run, rest)
+            _refuse_own_data(command, run, {*map(dotted, rest)})
         job = _check_over(run, rest, composer, key)
         return replace(_place(job, run.path, None), makes_folder=False)
     step = word_of(rest, "step")
@@ -128,15 +128,17 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
 
 
-def _refuse_own_data(run: RunFolder, typed: Sequence[Override]) -> None:
-    """Refuse a command on other data than the run's where none are typed."""
+def _refuse_own_data(command: str, run: RunFolder, typed: Collection[str]) -> None:
+    """Refuse a command on all of other data than the run's where none, or a share, is typed."""
+    if "data.holdout" in typed:
+        raise ConfigError(f"data.holdout: {command} reads all of the data; leave it out")
     has_path = lookup(run.config(), "data.path") is not None
-    for key in map(dotted, typed):
+    for key in typed:
         # Beside a path, other settings say how it is read.
         is_other = key.startswith("data.") and not has_path
         if is_other or key in {"data", "data._target_", "data.path"}:
             return
-    raise ConfigError(f"data.path: {word_of(typed, 'command')} needs data: type data.path=FILE")
+    raise ConfigError(f"data.path: {command} needs data: type data.path=FILE")
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:

@@ -6,8 +6,6 @@ there. What cannot be handed the flag, reading the data for one, asks `check`.
 
 from __future__ import annotations
 
-import _thread
-import ctypes
 import os
 import signal
 import sys
@@ -30,11 +28,8 @@ directly and once more through what started it."""
 UNBEGUN = "stopped before the first step"
 """How a run ends that was asked to before it could train."""
 
-# With a blank line at its end: a progress bar of two lines is next drawn over the last two.
-STOPPING = b"""
-train: stopping once this step is saved; Ctrl-C again stops at once, unsaved
-
-"""
+STOPPING = "stopping once this step is saved; Ctrl-C again stops at once"
+"""What the first signal says on a terminal, ahead of what would be saved then."""
 
 _listening: list[StopFlag] = []
 """The flag of this process while it listens; at most one."""
@@ -46,8 +41,8 @@ class StopFlag:
     """Whether a signal asked the run to stop at the next step boundary."""
 
     is_set: bool = False
-    # Says what is left of a run that a second signal ends
-    last_words: Callable[[], str] = lambda: "stopped at once; nothing more is saved"
+    # Says what is saved by now, which a second signal would leave
+    saved_by_now: Callable[[], str] | None = None
 
     def __call__(self) -> bool:
         """Ask it."""
@@ -70,7 +65,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
     if _listening:
         yield _listening[0]
         return
-    flag, pipes = StopFlag(), list[tuple[int, int]]()
+    flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return
@@ -82,16 +77,17 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
         if not ends_at_second:
             return
         if sys.stderr.isatty():
-            # Not through the stream, which may be in the midst of writing.
-            os.write(sys.stderr.fileno(), STOPPING)
+            text = f"train: {STOPPING}\n"
+            with suppress(OSError):
+                if flag.saved_by_now is not None:
+                    text += f"train: {flag.saved_by_now()}\n"
+            # Not through the stream, which may be in the midst of writing. With a blank line at
+            # the end: a progress bar of two lines is next drawn over the last two.
+            os.write(sys.stderr.fileno(), f"\n{text}\n".encode())
         # Until then the same signal, come a second time, does nothing.
         time.sleep(TOGETHER_S)
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
         for each in caught():
-            signal.signal(each, next_ends)
-        pipes.append((signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer))
-        _thread.start_new_thread(_end_at_next, (reader, flag))
+            signal.signal(each, signal.SIG_DFL)
 
     before = {each: signal.signal(each, on_signal) for each in caught()}
     _listening.append(flag)
@@ -101,40 +97,15 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
         yield flag
     finally:
         _listening.clear()
-        for former, writer in pipes:
-            signal.set_wakeup_fd(former)
-            os.close(writer)
         for each, handler in before.items():
             # A rank that is done is about to exit, and its supervisor passes signals on.
             signal.signal(each, handler if ends_at_second else signal.SIG_IGN)
 
 
-def next_ends(number: int, frame: FrameType | None) -> None:
-    """Do nothing with a signal, which Python has written into the pipe of `_end_at_next` before."""
-
-
-def _end_at_next(reader: int, flag: StopFlag) -> None:
-    """End the process by the next signal, whatever its main thread waits for, with a line.
-
-    Python calls handlers in the main thread alone, once it computes in Python again.
-    """
-    while found := os.read(reader, 1):
-        number = found[0]
-        # Another signal, or one that a supervisor has taken over.
-        if signal.getsignal(number) is not next_ends:
-            continue
-        # Python lets the main thread alone do this; a third signal then needs nobody.
-        ctypes.CDLL(None).signal(number, None)
-        with suppress(Exception):
-            os.write(2, f"\ntrain: {flag.last_words()}\n".encode())
-        os.kill(os.getpid(), number)
-    os.close(reader)
-
-
-def set_last_words(words: Callable[[], str]) -> None:
-    """Have these words printed where a second signal ends the run."""
+def show_when_stopped(saved_by_now: Callable[[], str]) -> None:
+    """Have the first signal show, on a terminal, what a second one would leave."""
     for flag in _listening:
-        flag.last_words = words
+        flag.saved_by_now = saved_by_now
 
 
 def ignore_further() -> None:

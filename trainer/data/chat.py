@@ -293,12 +293,16 @@ class Chat:
     def last_special(self, encoded: IdsAndPlaces, end: int) -> int:
         """Give the place of the last special token in the first `end` characters; 0 without one.
 
-        Special tokens are found before all others, so the tokens before one are the same whatever
-        follows. Tokenising the rest alone keeps long conversations from taking time squared.
+        Added tokens that no normalizer changes are found before all others, so the tokens before
+        one are the same whatever follows. Tokenising the rest alone keeps long conversations from
+        taking time squared.
         """
         ids, offsets = encoded
         place = bisect_left(offsets, end, key=itemgetter(0)) - 1
-        special = self.tokenizer.added_tokens_decoder
+        added, special = self.tokenizer.added_tokens_decoder, set[int]()
+        for token, each in added.items():
+            if not each.normalized:
+                special.add(token)
         while place > 0 and (ids[place] not in special or offsets[place][1] > end):
             place -= 1
         return max(place, 0)

@@ -306,20 +306,18 @@ class Loader(Dataset[Any]):
         data, lengths = self.dataset, self.dataset.lengths
         if len(lengths) == 0 or data.facts.collate is not None:
             return frozenset()
-        ids = [lengths.argmin(), lengths.argmax()]
+        samples, tokens = list[dict[str, Tensor]](), list[int]()
         with self._isolated():
-            samples = self._prepared(ids, epoch=0)
-            if lengths.max() == 1 and None in map(num_tokens, samples):
-                return frozenset()
-            for i, sample in data.probe(data.spaced(PROBED), seed=self.seed):
-                ids.append(i)
-                samples.append(self._as_prepared(i, sample, epoch=0))
-        tokens = list[int]()
-        for i, sample in zip(ids, samples, strict=True):
-            count = num_tokens(sample)
-            if count is None:
-                count = int(lengths[i])
-            tokens.append(count)
+            looked_at = lengths.argmin(), lengths.argmax(), *data.spaced(PROBED)
+            for i, found in data.probe(looked_at, seed=self.seed):
+                sample = self._as_prepared(i, found, epoch=0)
+                count = num_tokens(sample)
+                if count is None and lengths.max() == 1:
+                    return frozenset()
+                if count is None:
+                    count = int(lengths[i])
+                samples.append(sample)
+                tokens.append(count)
         return aligned_fields(samples, tokens) - self._unaligned
 
     @contextmanager

@@ -59,7 +59,7 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
     run = RunFolder(folder)
     if not _files(folder / STAGED):
         run.write_status("running", saved_step(folder))
-    signals.set_last_words(lambda: "stopped at once; " + "\ntrain: ".join(_saved(config, folder)))
+    signals.show_when_stopped(lambda: f"after that {'; '.join(_saved(config, folder))}")
     try:
         yield
     except BaseException as error:
@@ -71,7 +71,7 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
         if isinstance(error, errors.TrainError):
             reason, code = str(error), error.exit_code
         elif isinstance(error, KeyboardInterrupt):
-            reason, code = "stopped at once, by a second signal", errors.INTERRUPTED
+            reason, code = "interrupted", errors.INTERRUPTED
         reason = without_secrets(reason or type(error).__name__, os.environ).splitlines()[0]
         if isinstance(error, errors.Preempted):
             run.write_status("preempted", saved_step(folder), code, reason)

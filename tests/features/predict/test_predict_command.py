@@ -111,4 +111,4 @@ def test_data_of_ones_own_need_no_labels_and_sizes_of_steps_do_not_matter():
     assert path.name in names
     assert "-step2-" in path.name
     assert "-step2-ema-" in averaged.name
-    assert predicted(run, "data.size=9 data.holdout=0.5 batch.global=2")[0] == path
+    assert predicted(run, "data.size=9 batch.global=2")[0] == path

@@ -178,16 +178,13 @@ def test_a_share_far_from_the_one_asked_for_is_named():
     assert warning.startswith(
         f"data.holdout=0.05: {share:.0%} of the tokens are held out ({split.rule})"
     )
-
-
-def test_data_too_whole_to_hold_any_of_it_out_are_warned_of_unless_none_is_asked_for():
-    Path("one.txt").write_text("one paragraph of words " * 200)
-    typed = {"data.path": str(Path("one.txt").absolute()), "command": "plan"}
-    _, held_out, split = parts(checked(typed, "data=text"))
-    assert held_out is None
-    (warning,) = split.warnings
-    assert warning.startswith("data.holdout=0.05: nothing is held out, so nothing is evaluated")
-    assert not parts(checked(typed | {"data.holdout": 0}, "data=text"))[2].warnings
+    Path("books", "short.txt").unlink()
+    for share, fault in ((0.05, "nothing is held out, so nothing is evaluated"), (0, "")):
+        typed = {"data.path": path, "command": "plan", "data.holdout": share}
+        _, held_out, split = parts(checked(typed, "data=text"))
+        assert held_out is None
+        assert fault in "".join(split.warnings)
+        assert bool(split.warnings) == bool(fault)
 
 
 def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs():

@@ -24,8 +24,8 @@ from trainer.features.predict.opening import open_predictor
 from trainer.features.predict.predictor import RecordPredictor
 from trainer.report.console import Screen
 
-_OF_FIGURES = ("model", "transforms", "adapter", "tokenizer", "objective", "precision")
-"""Sections of a config that figures depend on, beside data, weights and the length of answers."""
+_OF_FIGURES = ("data", "model", "transforms", "adapter", "tokenizer", "objective", "precision")
+"""Sections of a config that figures depend on, beside weights and the length of answers."""
 
 
 def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -63,10 +63,8 @@ def predictions_file(config: RunConfig, step: str) -> str:
     """Name the file after its data, the step of the weights, and what else changes figures."""
     plain = to_plain(config)
     settings = {key: plain[key] for key in _OF_FIGURES}
-    # All of the data are predicted.
-    data = {**plain["data"], "holdout": None}
-    settings |= {"data": data, "generate_tokens": config.log.generate_tokens}
-    parts, path = ["predictions"], data.get("path")
+    settings["generate_tokens"] = config.log.generate_tokens
+    parts, path = ["predictions"], config.data.params.get("path")
     if isinstance(path, str):
         parts.append(re.sub(r"[^\w.-]+", "_", Path(path).stem)[:50])
     parts += [step, config_hash(settings)[:8]]
