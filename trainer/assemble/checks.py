@@ -140,7 +140,7 @@ def _check_samples(run: Run) -> None:
 
 
 def check_loss(run: Run) -> list[str]:
-    """Try the loss on one sample, in evaluation mode; gives a warning. Not collective.
+    """Try the loss on one sample, in evaluation mode, on the main rank; gives a warning.
 
     Compared are the losses of objective and model, where the model says which objective it is made
     for, and the loss of the sample with that of the same sample twice, where an objective does not
@@ -153,7 +153,7 @@ def check_loss(run: Run) -> list[str]:
     # `train verify` says more of sums: also what padding and other samples change.
     tries = not is_sum and run.config.command != "verify"
     # Before values are lent, which may be those of a model in shards.
-    if not (compares or tries):
+    if not (run.world.is_main and (compares or tries)):
         return []
     with run.model.trial_values(run.world):
         if is_on_meta(module):

@@ -105,9 +105,7 @@ def prepare(
     without weights and needs more than shapes, and `Preempted` where a signal ended the tuning.
     """
     check_parts(run)
-    warnings = list[str]()
-    if run.world.is_main:
-        warnings += check_loss(run)
+    warnings = check_loss(run)
 
     # What a rank computes, and the memory that it has.
     saved = saved or SavedCut()

@@ -96,9 +96,7 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     if batch.unit == "tokens":
         text += ", or just above"
     elif size > len(run.data.lengths):
-        text = (
-            f"{plural(len(run.data.lengths), 'sample')} a step, fewer than {size:,}: all there are"
-        )
+        text = f"{plural(len(run.data.lengths), 'sample')} a step: there are fewer than {size:,}"
     if not order.sizes.is_constant:
         text += f" at first, {number(order.sizes.largest)} at most"
     # Another loss than one mean over all that the batch holds is another step.

@@ -7,7 +7,6 @@ stand anywhere.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -190,12 +189,8 @@ def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str])
 def _stray_faults(words: Sequence[str], command: str | None) -> list[str]:
     """Say what is meant by words that are neither commands nor settings."""
     found = READING_COMMANDS.get(command or "")
-    if words and found is not None and found.text is not None:
-        text = f"{' '.join(words)}: is no setting; quote the whole text: {found.text}='...'"
-        return [clip(text)]
-    if words and found is not None and found.reads_other_data:
-        remedy = f"type {shlex.quote(f'data.path={words[0]}')}"
-        return [clip(f"{words[0]}: is no setting; {remedy}")]
+    if words and found is not None:
+        return [clip(f"{' '.join(words)}: is no setting; type it as in {found.example}")]
     return [*map(_unknown_word, words)]
 
 

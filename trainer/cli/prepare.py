@@ -5,7 +5,7 @@ Every fault is found here, before a folder is made or torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,17 +128,16 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
 
 
-def _refuse_own_data(command: str, run: RunFolder, typed: Collection[str]) -> None:
+def _refuse_own_data(command: str, run: RunFolder, typed: Set[str]) -> None:
     """Refuse a command on all of other data than the run's where none, or a share, is typed."""
     if "data.holdout" in typed:
         raise ConfigError(f"data.holdout: {command} reads all of the data; leave it out")
-    has_path = lookup(run.config(), "data.path") is not None
-    for key in typed:
-        # Beside a path, other settings say how it is read.
-        is_other = key.startswith("data.") and not has_path
-        if is_other or key in {"data", "data._target_", "data.path"}:
-            return
-    raise ConfigError(f"data.path: {command} needs data: type data.path=FILE")
+    is_named = not typed.isdisjoint({"data", "data._target_", "data.path"})
+    # Data without a path are others by any of their settings.
+    if lookup(run.config(), "data.path") is None:
+        is_named |= any(key.startswith("data.") for key in typed)
+    if not is_named:
+        raise ConfigError(f"data.path: {command} needs data: type data.path=FILE")
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:

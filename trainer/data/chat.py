@@ -299,10 +299,8 @@ class Chat:
         """
         ids, offsets = encoded
         place = bisect_left(offsets, end, key=itemgetter(0)) - 1
-        added, special = self.tokenizer.added_tokens_decoder, set[int]()
-        for token, each in added.items():
-            if not each.normalized:
-                special.add(token)
+        added = self.tokenizer.added_tokens_decoder
+        special = {token for token, each in added.items() if not each.normalized}
         while place > 0 and (ids[place] not in special or offsets[place][1] > end):
             place -= 1
         return max(place, 0)
