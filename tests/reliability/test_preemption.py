@@ -175,10 +175,10 @@ def test_a_second_signal_after_the_last_save_is_ignored(tmp_path, monkeypatch):
 def test_the_first_signal_says_on_a_terminal_what_a_second_one_would_leave(monkeypatch, capfd):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with signals.stop_signals() as stop:
-        signals.show_when_stopped(lambda: "after that step 4 is saved")
+        signals.show_when_stopped(lambda: "so far step 4 is saved")
         signal.raise_signal(signal.SIGUSR1)
         assert stop()
-    shown = f"\ntrain: {signals.STOPPING}\ntrain: after that step 4 is saved\n\n"
+    shown = f"\ntrain: {signals.STOPPING}\ntrain: so far step 4 is saved\n\n"
     assert capfd.readouterr().err == shown
 
 

@@ -59,7 +59,7 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
     run = RunFolder(folder)
     if not _files(folder / STAGED):
         run.write_status("running", saved_step(folder))
-    signals.show_when_stopped(lambda: f"after that {'; '.join(_saved(config, folder))}")
+    signals.show_when_stopped(lambda: f"so far {'; then '.join(_saved(config, folder))}")
     try:
         yield
     except BaseException as error:
