@@ -4,6 +4,8 @@ A text is rendered by the tokenizer's chat template and tokenised once, as a who
 are those of `apply_chat_template`. What the assistant wrote in it is the template's own
 `{% generation %}` mask where it has one. Else it is what a turn adds to the rendering of the turns
 before it, which is checked: each such rendering has to begin the whole, in text and in tokens.
+What the generation prompt brings of an answer, such as an empty thought, is never learned. Where a
+template writes earlier turns otherwise later on, each answer becomes a sample, as at inference.
 Faults are a ValueError that says in plain words what is wrong and what to do.
 """
 
@@ -11,13 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, Literal, final
 
 from trainer.data.conversation import ASSISTANT, MESSAGE_WEIGHT, Message
 from trainer.data.resource_limits import limited
@@ -26,6 +28,9 @@ TokensAndMask = tuple[list[int], list[bool]]
 """Ids, and which of them are loss terms; both `(tokens,)`."""
 IdsAndPlaces = tuple[list[int], list[tuple[int, int]]]
 """Ids, and the characters that each stands for: from, to; both `(tokens,)`."""
+
+Answers = Literal["all", "last", "flagged"]
+"""Which answers of a conversation are learned."""
 
 _LONGEST = 10_000_000  # characters of a conversation
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -42,7 +47,11 @@ _TEMPLATE = "type data.chat_template=FILE for another"
 _MARKED = f"use a template that marks them by {{% generation %}} ({_TEMPLATE})"
 
 
-def encode_completion(
+class RewrittenError(ValueError):
+    """A template renders a part of a conversation otherwise once more follows."""
+
+
+def encode_samples(
     tokenizer: Any,  # noqa: ANN401 - a tokenizer of a library
     prompt: str | Sequence[Message],
     completion: str | Sequence[Message],
@@ -51,14 +60,17 @@ def encode_completion(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     learns_all: bool = False,
-) -> TokensAndMask:
+    answers: Answers = "all",
+) -> list[TokensAndMask]:
     """Encode what is given and what is learned, which are both text or both messages.
 
-    A conversation of which every answer is learned has no prompt. Without a `{% generation %}` mask
-    an answer begins behind the header that the template puts before it, and ends with its
-    end-of-turn token; white space behind that is no loss term.
+    A conversation of which every answer is learned has no prompt. It is one sample; or one for each
+    learned answer, up to its end, where the template renders what precedes one otherwise later on.
+    Without a `{% generation %}` mask an answer begins behind the header that the template puts
+    before it, and ends with its end-of-turn token; white space behind that is no loss term.
 
-    An answer of the weight 0 is given, and not learned.
+    An answer of the weight 0 is given, and not learned; of `answers` the `last` one alone is, or
+    those `flagged` by another weight.
 
     Two texts are joined as they are, and end with the tokenizer's end-of-text token. A token that
     holds a part of both is a loss term. The tokenizer is a fast one of Hugging Face. What cannot be
@@ -68,7 +80,7 @@ def encode_completion(
         ids, counts = _encode_texts(tokenizer, prompt, completion)
         if learns_all:
             counts = [True] * len(ids)
-        return ids, counts
+        return [(ids, counts)]
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion have to be both text, or both lists of messages")
     chat = Chat(tokenizer, tools_of(tools), chat_template, chat_template_kwargs or {})
@@ -77,8 +89,8 @@ def encode_completion(
         if any(message.get(MESSAGE_WEIGHT, 1) == 0 for message in completion):
             raise ValueError("a message has the weight 0, and every token is to be learned")
         ids, _ = chat.tokenize(chat.render(whole))
-        return ids, [True] * len(ids)
-    return chat.encode_answers(whole, first=len(prompt))
+        return [(ids, [True] * len(ids))]
+    return chat.encode_answers(whole, len(prompt), answers)
 
 
 def tools_of(value: Sequence[Any] | str | None) -> list[Any] | None:
@@ -110,23 +122,22 @@ def _read_calls(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return {**value, "arguments": arguments}
 
 
-def _without(counts: Sequence[bool], answers: Sequence[int], learned: Sequence[int]) -> list[bool]:
-    """Take out of a template's mask, a run of tokens for each answer, those not learned."""
-    # Of each token the number of the run that it is in or behind, from 1
-    runs, count, before = list[int](), 0, False
-    for is_marked in counts:
-        count += is_marked and not before
-        runs.append(count)
-        before = is_marked
-    if count != len(answers):
-        raise ValueError(
-            f"the chat template marks {count} parts of {len(answers)} answers, so that the "
-            f"one of weight 0 cannot be found; {_TEMPLATE}"
-        )
-    found = list[bool]()
-    for is_marked, run in zip(counts, runs, strict=True):
-        found.append(is_marked and answers[run - 1] in learned)
-    return found
+def _learned(messages: Sequence[Message], first: int, answers: Answers) -> list[int]:
+    """Choose the answers that are learned among the messages from index `first` on."""
+    found = [i for i in range(first, len(messages)) if messages[i]["role"] == ASSISTANT]
+    if not found:
+        raise ValueError("no message is of the assistant, so that there is nothing to learn")
+    if answers == "last":
+        found = found[-1:]
+    by_default = answers != "flagged"
+    return [i for i in found if messages[i].get(MESSAGE_WEIGHT, by_default)]
+
+
+def _rewritten(i: int) -> RewrittenError:
+    return RewrittenError(
+        f"the chat template renders what precedes message {i + 1}, of the assistant, otherwise "
+        f"once it is answered, so that its tokens cannot be found; {_MARKED}"
+    )
 
 
 def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokensAndMask:  # noqa: ANN401
@@ -157,45 +168,54 @@ class Chat:
     chat_template: str | None
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode_answers(self, messages: Sequence[Message], first: int) -> TokensAndMask:
-        """Mark the answers among the messages from index `first` on."""
-        answers, learned = list[int](), list[int]()
-        for i in range(first, len(messages)):
-            if messages[i]["role"] == ASSISTANT:
-                answers.append(i)
-                if messages[i].get(MESSAGE_WEIGHT, 1):
-                    learned.append(i)
-        if not answers:
-            raise ValueError("no message is of the assistant, so that there is nothing to learn")
-        if _GENERATION.search(self.template()):
-            begin = answers[0] if first else 0
-            ids, counts = self.encode_marked(messages, begin)
-            if learned != answers:
-                counts = _without(counts, answers, learned)
-            return ids, counts
-        text = self.render(messages)
+    def encode_answers(
+        self, messages: Sequence[Message], first: int, answers: Answers
+    ) -> list[TokensAndMask]:
+        """Mark the answers among the messages from index `first` on; see `encode_samples`."""
+        learned = _learned(messages, first, answers)
+        try:
+            return [self.encode_learned(messages, learned)]
+        except RewrittenError:
+            if learned == [len(messages) - 1]:
+                raise
+        return [self.encode_learned(messages[: i + 1], [i]) for i in learned]
+
+    def encode_learned(self, messages: Sequence[Message], learned: Sequence[int]) -> TokensAndMask:
+        """Mark some answers of a conversation in its tokens."""
+        text = self.render(messages)  # within its limits, before it is tokenised
         ids, offsets = self.tokenize(text)
         counts = [False] * len(ids)
+        is_marked = _GENERATION.search(self.template()) is not None
         for i in learned:
-            for place in self.answer_tokens(messages, i, text, (ids, offsets)):
+            if is_marked:
+                begin, end = self.answer_text(messages, i, text)
+                first = bisect_right(offsets, begin, key=itemgetter(1))
+                places = range(first, bisect_left(offsets, end, key=itemgetter(0)))
+            else:
+                places = self.answer_tokens(messages, i, text, (ids, offsets))
+            for place in places:
                 counts[place] = True
+        if is_marked and learned:
+            how = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+            marks = self.apply(messages, return_dict=True, **how)["assistant_masks"]
+            counts = [each and bool(mark) for each, mark in zip(counts, marks, strict=True)]
+            if not any(counts):
+                raise ValueError(
+                    "the chat template marks no token of the assistant in this conversation, "
+                    f"though it has {{% generation %}}; {_TEMPLATE}"
+                )
         return ids, counts
 
-    def encode_marked(self, messages: Sequence[Message], first: int) -> TokensAndMask:
-        """Mark the tokens that the template's own mask marks, from message `first` on."""
-        text = self.render(messages)  # within its limits, before it is tokenised
-        how = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        encoded = self.apply(messages, return_dict=True, **how)
-        ids, counts = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
-        if first:  # answers in a prompt are given, and not learned
-            begin = self.prefix(messages, first, text, self.tokenize(text))[1]
-            counts = [False] * begin + counts[begin:]
-        if not any(counts):
-            raise ValueError(
-                "the chat template marks no token of the assistant in this conversation, though "
-                f"it has {{% generation %}}; {_TEMPLATE}"
-            )
-        return ids, counts
+    def answer_text(self, messages: Sequence[Message], i: int, text: str) -> tuple[int, int]:
+        """Find the characters of answer `i`, behind what the generation prompt brings of it."""
+        begin = 0
+        for has_header in (False, True) if i else ():
+            before = self.render(messages[:i], has_header=has_header)
+            if text.startswith(before):
+                begin = len(before)
+            elif not has_header:
+                raise _rewritten(i)
+        return begin, self.end_of(messages, i, text, begin)
 
     def with_arguments(self, messages: list[Message]) -> list[Message]:
         """Give arguments of tool calls that are JSON text as objects, where the template can.
@@ -272,10 +292,7 @@ class Chat:
             raise ValueError(f"{name} is the first; put a message of the user before it")
         before = self.render(messages[:i], has_header=True)
         if not text.startswith(before):
-            raise ValueError(
-                f"the chat template renders what precedes {name} otherwise once it is answered, so "
-                f"that its tokens cannot be found; {_MARKED}"
-            )
+            raise _rewritten(i)
         ids, offsets = encoded
         start, same = 0, self.last_special(encoded, len(before))
         if same:
@@ -314,21 +331,26 @@ class Chat:
     ) -> range:
         """Find the tokens of answer `i`, its end-of-turn token included."""
         begin, num_given = self.prefix(messages, i, text, encoded)
-        after = self.render(messages[: i + 1])
-        if not text.startswith(after):  # some templates end a conversation by it, and no turn
-            after = after.removesuffix(self.tokenizer.eos_token or "")
-        if not text.startswith(after) or len(after) <= begin:
-            raise ValueError(
-                f"the chat template renders message {i + 1}, of the assistant, otherwise once more "
-                "messages follow, as those do that drop earlier thoughts; make it a record whose "
-                f"`prompt` is all that precedes its last answer, or {_MARKED}"
-            )
-        self.check_header(messages, i, text[begin : len(after)], before=text[:begin])
-        end, stripped = len(after), after.rstrip()
+        end = self.end_of(messages, i, text, begin)
+        after = text[:end]
+        self.check_header(messages, i, text[begin:end], before=text[:begin])
+        stripped = after.rstrip()
         # Without white space behind it the tokens, of which there may be many, do not matter.
         if stripped != after and stripped.endswith(tuple(self.tokenizer.get_added_vocab())):
             end = len(stripped)  # what is behind the token that ends a turn is not learned
         return range(num_given, bisect_left(encoded[1], end, key=itemgetter(0)))
+
+    def end_of(self, messages: Sequence[Message], i: int, text: str, begin: int) -> int:
+        """Find the end of answer `i`, which begins at a character of the whole."""
+        after = self.render(messages[: i + 1])
+        if not text.startswith(after):  # some templates end a conversation by it, and no turn
+            after = after.removesuffix(self.tokenizer.eos_token or "")
+        if not text.startswith(after) or len(after) <= begin:
+            raise RewrittenError(
+                f"the chat template renders message {i + 1}, of the assistant, otherwise once more "
+                f"messages follow; {_MARKED}"
+            )
+        return len(after)
 
     def check_header(self, messages: Sequence[Message], i: int, turn: str, before: str) -> None:
         """Refuse a template whose header would be learned with the answer."""

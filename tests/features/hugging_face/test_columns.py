@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib.chats import CHATML, GENERATION, chat_tokenizer, marked
+from tests.lib.chats import CHATML, GENERATION, THOUGHTS, chat_tokenizer, marked
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError
 from trainer.features.hugging_face.data_set import HuggingFaceData
@@ -18,9 +18,10 @@ PAIR = {"sentence1": "a b", "sentence2": "c d"}
 CHAT = {"messages": TALK}
 
 
-def opened(folder: Path, record: dict[str, Any], template: str | None = CHATML, **more: Any) -> Any:
-    """Open a file of one record."""
-    file = write_lines(folder / "records.jsonl", [record])
+def opened(folder: Path, records: Any, template: str | None = CHATML, **more: Any) -> Any:
+    """Open a file of one record, or of a list of them."""
+    listed = records if isinstance(records, list) else [records]
+    file = write_lines(folder / "records.jsonl", listed)
     return HuggingFaceData(str(file), chat_tokenizer(template), holdout=0.0, **more)
 
 
@@ -121,3 +122,24 @@ def test_a_weight_that_cannot_be_honoured_is_refused(tmp_path, messages, words):
     weighed = {"messages": [USER, {**FIRST, "weight": 0}]}
     with pytest.raises(DataError, match="weight 0, and every token is to be learned"):
         opened(tmp_path, weighed, assistant_only_loss=False)
+
+
+def test_a_conversation_of_several_samples_is_named_counted_and_held_out_as_one(tmp_path):
+    """The longer answer of the second one is dropped, and counted."""
+    talk = {"messages": [USER, FIRST, USER, LAST]}
+    long = {"messages": [USER, FIRST, USER, {**LAST, "content": "so " * 80}]}
+    once = {"messages": [USER, FIRST]}
+    data = opened(tmp_path, [talk, long, once, talk], THOUGHTS, max_length=60)
+    assert [data.name_of(i).rsplit(":", 1)[1] for i in range(len(data))] == [
+        "1",
+        "1",
+        "2",
+        "3",
+        "4",
+        "4",
+    ]
+    assert "3 conversations became 6 samples, one for each answer" in shown(data)
+    assert "1 longer than data.max_length left out" in shown(data)
+    groups = data._index.groups
+    assert groups[0] == groups[1] == groups[4] == groups[5]
+    assert len({groups[0], groups[2], groups[3]}) == 2  # of the long one its first answer is left

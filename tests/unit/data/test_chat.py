@@ -18,7 +18,7 @@ from tests.lib.chats import (
     marked,
 )
 from tests.lib.trl_masks import CASES, STORED, digest
-from trainer.data.chat import encode_completion
+from trainer.data.chat import encode_samples
 from trainer.data.conversation import normalize_messages
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 
@@ -30,6 +30,12 @@ TALK = [USER, ANSWER]
 @pytest.fixture(scope="module")
 def tokenizer():
     return chat_tokenizer(None)
+
+
+def encode_completion(*parts, **more):
+    """What is one sample."""
+    (found,) = encode_samples(*parts, **more)
+    return found
 
 
 def ids_of(tokenizer, text):
@@ -89,13 +95,64 @@ def test_a_token_that_the_tokenizer_merges_over_the_header_is_refused_or_counts_
     assert learned(tokenizer, encoded) == [" because</s>"]
 
 
-def test_earlier_answers_that_a_template_changes_are_refused_and_the_last_one_is_not(tokenizer):
-    once = encoded_talk(tokenizer, THOUGHTS, [USER, {**ANSWER, "thought": "is it"}])
-    assert learned(tokenizer, once) == ["<think>\nis it\n</think>\n\nbecause it is<|im_end|>"]
-    with pytest.raises(ValueError, match=r"message 2, .* otherwise once more messages follow, .*"):
-        encoded_talk(tokenizer, THOUGHTS, TALK * 2)
-    pair = encode_completion(tokenizer, [*TALK, USER], [ANSWER], chat_template=THOUGHTS)
-    assert learned(tokenizer, pair) == ["<think>\n\n</think>\n\nbecause it is<|im_end|>"]
+# As THOUGHTS, with answers marked, and an empty thought in the prompt where it is asked for.
+MARKED_THOUGHTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{% if loop.last %}{{ '<think>\n' + (m.thought or '') + '\n</think>\n\n' }}"
+    "{% endif %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% if supplies %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)
+THEN = {"role": "assistant", "content": "so"}
+
+
+@pytest.mark.parametrize("template", [THOUGHTS, MARKED_THOUGHTS])
+def test_each_answer_is_a_sample_where_a_template_writes_earlier_turns_otherwise(
+    tokenizer, template
+):
+    """Its ids begin with those that a model is given at inference, and the rest is learned."""
+    talk = [USER, {**ANSWER, "thought": "is it"}, USER, THEN]
+    found = encode_samples(tokenizer, (), talk, chat_template=template)
+    answers = [learned(tokenizer, each) for each in found]
+    assert answers == [
+        ["<think>\nis it\n</think>\n\nbecause it is<|im_end|>"],
+        ["<think>\n\n</think>\n\nso<|im_end|>"],
+    ]
+    for (ids, counts), end in zip(found, (1, 3), strict=True):
+        given = tokenizer.apply_chat_template(
+            talk[:end], chat_template=template, add_generation_prompt=True
+        )["input_ids"]
+        assert (ids[: len(given)], counts.index(True)) == (given, len(given))
+    (last,) = encode_samples(tokenizer, (), talk, chat_template=template, answers="last")
+    assert last == found[1]
+
+
+@pytest.mark.parametrize(
+    "template", [MARKED_THOUGHTS, MARKED_THOUGHTS.replace("generation %}", "set x = 0 %}")]
+)
+def test_what_the_generation_prompt_brings_is_not_learned(tokenizer, template):
+    """Neither where the template marks it, nor where the answer is what follows its prompt."""
+    template = template.replace("{% endset x = 0 %}", "")
+    ids, counts = encoded = encoded_talk(
+        tokenizer, template, chat_template_kwargs={"supplies": True}
+    )
+    assert learned(tokenizer, encoded) == ["because it is<|im_end|>"]
+    assert tokenizer.decode(ids[: counts.index(True)]).endswith("<think>\n\n</think>\n\n")
+    without = encoded_talk(tokenizer, template)
+    assert learned(tokenizer, without) == ["<think>\n\n</think>\n\nbecause it is<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_all_answers_are_learned_or_the_last_or_those_that_a_flag_names(tokenizer, template):
+    talk = [USER, {**ANSWER, "weight": 1}, USER, THEN, USER]
+    for answers, expected in {
+        "all": ["because it is<|im_end|>", "so<|im_end|>"],
+        "last": ["so<|im_end|>"],
+        "flagged": ["because it is<|im_end|>"],
+    }.items():
+        encoded = encoded_talk(tokenizer, template, talk, answers=answers)
+        assert learned(tokenizer, encoded) == expected
 
 
 def test_a_token_that_ends_the_conversation_and_no_turn_is_learned_once(tokenizer):

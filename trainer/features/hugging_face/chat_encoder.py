@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.config.components import Overlong
 from trainer.core.micro_batch import IGNORED
-from trainer.data.chat import Chat, encode_completion
+from trainer.data.chat import Chat, TokensAndMask, encode_samples
 from trainer.data.collate import LABELS
 from trainer.data.conversation import ASSISTANT, READ_KEYS, Message, normalize_messages
 from trainer.data.prompts import encode_prompt
@@ -83,7 +83,7 @@ def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collectio
     if is_text or form == "prompt and completion":
         names.add("completion_only_loss")
     else:
-        names.add("assistant_only_loss")
+        names |= {"answers", "assistant_only_loss"}
     if not is_text:
         names |= {"chat_template", "chat_template_kwargs"}
     if overlong == "cut":
@@ -93,13 +93,14 @@ def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collectio
 
 def answer_fields(
     encoder: encode.RecordEncoder, record: encode.RoleValues, options: Mapping[str, Any]
-) -> encode.RecordFields:
+) -> list[encode.RecordFields | encode.DroppedError]:
     """Encode what has answers; the loss is on them alone unless the `OF_ANSWERS` say otherwise."""
     prompt, completion = _parts(record, is_chat=has_template(encoder.tokenizer, options))
     only_answers = options["completion_only_loss"]
     if not isinstance(prompt, str) and "completion" not in record:
         only_answers = options["assistant_only_loss"]
-    found, counted = encode_completion(
+    found = list[encode.RecordFields | encode.DroppedError]()
+    for encoded in encode_samples(
         encoder.tokenizer,
         prompt,
         completion,
@@ -107,13 +108,25 @@ def answer_fields(
         chat_template=options["chat_template"],
         chat_template_kwargs=options["chat_template_kwargs"],
         learns_all=not only_answers,
-    )
-    ids, counts = np.array(found), np.array(counted)
+        answers=options["answers"],
+    ):
+        try:
+            found.append(_fitted(encoder, encoded, options["truncation"]))
+        except encode.DroppedError as error:
+            found.append(error)
+    return found
+
+
+def _fitted(
+    encoder: encode.RecordEncoder, encoded: TokensAndMask, truncation: str
+) -> encode.RecordFields:
+    """Shorten a sample that is too long, or drop it."""
+    ids, counts = np.array(encoded[0]), np.array(encoded[1])
     if len(ids) > encoder.max_length:
         if encoder.overlong == "drop":
             raise encode.DroppedError(encode.LONGER)
         rest = slice(-encoder.max_length, None)
-        if options["truncation"] == "right":
+        if truncation == "right":
             rest = slice(encoder.max_length)
         ids, counts = ids[rest], counts[rest]
     # The first token is never predicted

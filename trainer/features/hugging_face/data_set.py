@@ -17,6 +17,7 @@ from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
 from trainer.core.rows import Row, RunFacts, join_parts, row
+from trainer.data.chat import Answers
 from trainer.data.documents import FieldSamples, TextSamples, TwoSides, samples_of
 from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord, Sample
 from trainer.data.split import HOLDOUT, TRAIN, held_out_mask
@@ -88,6 +89,7 @@ class HuggingFaceData(TwoSides):
         holdout: components.Share = HOLDOUT,
         seed: int = 0,
         max_samples: components.Count | None = None,
+        answers: Answers = "all",
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
         chat_template: components.ExistingPath | None = None,
@@ -102,6 +104,11 @@ class HuggingFaceData(TwoSides):
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
         self._max_length = max_length or min(filter(None, limits))
         self._tokenizer = tokenizer
+        if answers != "all" and not assistant_only_loss:
+            raise ConfigError(
+                f"data.answers={answers}: data.assistant_only_loss=false learns every token; leave "
+                "one of the two out"
+            )
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
         self._vocabulary = vocabulary_digest(tokenizer)
@@ -121,6 +128,7 @@ class HuggingFaceData(TwoSides):
             overlong=overlong,
             of_answers={
                 "truncation": truncation,
+                "answers": answers,
                 "assistant_only_loss": assistant_only_loss,
                 "completion_only_loss": completion_only_loss,
                 "chat_template": template,
@@ -261,7 +269,7 @@ class HuggingFaceData(TwoSides):
         kind = form
         if not self._learns:
             kind = _ASKED[form]
-        count = sum(dropped.values())
+        count, (divided, answers) = sum(dropped.values()), known["divided"]
         # What is left of a longer record has just so many tokens.
         cut = 0
         if known["overlong"] == "cut" and not self._learns:
@@ -269,6 +277,9 @@ class HuggingFaceData(TwoSides):
         text = join_parts(
             f"{kind} ({', '.join(columns)})",
             count and f"{count:,} left out",
+            divided
+            and f"{plural(divided, 'conversation')} became {answers:,} samples, one for "
+            "each answer",
             cut and f"{cut:,} of data.max_length={self._max_length} tokens, the rest is not read",
             self._learns and unread and f"{plural(len(unread), 'column')} not read",
         )
@@ -280,7 +291,7 @@ class HuggingFaceData(TwoSides):
         )
         return [
             row("", text, group="asked", **about),
-            row("", more, num_dropped=dropped, unread_columns=unread),
+            row("", more, num_dropped=dropped, unread_columns=unread, divided=known["divided"]),
             *self._source.listing.describe(),
         ]
 

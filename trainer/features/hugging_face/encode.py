@@ -32,6 +32,7 @@ LONGER = "longer than data.max_length"
 
 OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
     "truncation": ("right", "is for conversations and completions that data.overlong=cut shortens"),
+    "answers": ("all", "is for conversations of which the answers are learned"),
     "assistant_only_loss": (True, "is for conversations"),
     "completion_only_loss": (True, "is for prompts with completions"),
     "chat_template": (None, "is for conversations"),
@@ -42,8 +43,10 @@ OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
 RoleValues = Mapping[str, Any]  # values by role
 RecordFields = Mapping[str, Any]
 """Numbers by field: a list, one, or rows of equal lengths."""
-FieldsOf = Callable[["RecordEncoder", RoleValues], RecordFields]
-"""Gives the fields of a sample; raises a ValueError where the record is bad, or dropped."""
+FieldsOf = Callable[
+    ["RecordEncoder", RoleValues], "RecordFields | list[RecordFields | DroppedError]"
+]
+"""Gives the fields of a sample, or of several, some dropped; a ValueError where a record is bad."""
 
 
 @final
@@ -76,7 +79,9 @@ class RecordEncoder:
     overlong: Overlong
     fields_of: FieldsOf
 
-    def encode(self, record: Mapping[str, Any] | ValueError) -> Encoded | ValueError:
+    def encode(
+        self, record: Mapping[str, Any] | ValueError
+    ) -> list[Encoded | DroppedError] | ValueError:
         """Encode a record as it was read, or say why it is no sample."""
         if isinstance(record, ValueError):
             return record
@@ -91,17 +96,25 @@ class RecordEncoder:
         except Exception as error:  # whatever a record holds
             text = " ".join(str(error).split())
             return ValueError(f"cannot be encoded ({type(error).__name__}: {text})")
-        ids = np.asarray(fields[INPUT_IDS], dtype=np.int64).tobytes()
-        group = hashlib.blake2b(ids, digest_size=16).digest()
-        return Encoded(entry=packed_fields(fields), group=group, kinds=kinds_of(fields))
+        several = fields if isinstance(fields, list) else [fields]
+        group, found = b"", list[Encoded | DroppedError]()
+        for each in reversed(several):
+            if isinstance(each, DroppedError):
+                found.append(each)
+                continue
+            # All samples of a record stay on one side of a split, with those of its copies.
+            ids = np.asarray(each[INPUT_IDS], dtype=np.int64).tobytes()
+            group = group or hashlib.blake2b(ids, digest_size=16).digest()
+            found.append(Encoded(entry=packed_fields(each), group=group, kinds=kinds_of(each)))
+        return found[::-1]
 
-    def __call__(self, batch: Any) -> list[Encoded | ValueError]:  # noqa: ANN401 - columns
+    def __call__(self, batch: Any) -> list[Any]:  # noqa: ANN401 - columns
         """Encode each record of a batch."""
         # The library would warn of each text that is longer than its model takes.
         with quiet():
             return [*map(self.encode, records_of(batch, is_json=self.is_json))]
 
-    def run(self, records: Any) -> Generator[Encoded | ValueError]:  # noqa: ANN401
+    def run(self, records: Any) -> Generator[list[Encoded | DroppedError] | ValueError]:  # noqa: ANN401
         """Encode a `datasets.Dataset` in its order, in as many processes as pay."""
         num_cores = os.cpu_count() or 1
         if sys.platform == "linux":

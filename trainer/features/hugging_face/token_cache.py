@@ -106,6 +106,7 @@ def cached_records(
             "counts": counts,
             "other_parts": others,
             "dropped": dict(written.dropped),
+            "divided": [written.num_divided, written.num_answers],
             "overlong": encoder.overlong,
             "unread": [*form.unread, *ignored],
             "unused": _unused(options, encoder, form.name),
@@ -118,7 +119,7 @@ def cached_records(
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
     # The number goes up where the same records become other entries.
-    return index.cached_index("hf", settings, {}, build, reader=f"7|{state}")
+    return index.cached_index("hf", settings, {}, build, reader=f"8|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -243,6 +244,8 @@ class _Writer:
         self._notes, self.left_out = notes, dict[str, list[tuple[int, str]]]()
         self.bad, self.dropped = list[str](), Counter[str]()
         self.kinds: Mapping[str, SampleKind] = {}
+        # Records that became a sample for each answer, and how many samples these are
+        self.num_divided = self.num_answers = 0
         # By part, the first row and the number of records that were kept one after the other
         self.runs: dict[str, list[list[int]]] = {}
 
@@ -255,13 +258,20 @@ class _Writer:
         with progress(label, len(records), "record") as advance, encoded as found:
             for row, each in zip(rows, found, strict=True):
                 advance()
-                if isinstance(each, encode.Encoded):
-                    self.kinds = self.kinds or each.kinds
-                    self._add(each.entry, each.group)
-                    count += 1
-                    if not runs or sum(runs[-1]) != row:
-                        runs.append([int(row), 0])
-                    runs[-1][1] += 1
+                if isinstance(each, list):
+                    self.num_divided += len(each) > 1
+                    self.num_answers += len(each) * (len(each) > 1)
+                    for sample in each:
+                        if isinstance(sample, encode.DroppedError):
+                            self.dropped[str(sample)] += 1
+                            continue
+                        self.kinds = self.kinds or sample.kinds
+                        self._add(sample.entry, sample.group)
+                        count += 1
+                        # A record of several samples is a run for each of them.
+                        if not runs or sum(runs[-1]) != row:
+                            runs.append([int(row), 0])
+                        runs[-1][1] += 1
                 elif self._notes or isinstance(each, encode.DroppedError):
                     self.dropped[str(each)] += 1
                     self.left_out.setdefault(part, []).append((int(row), fault(each)[1]))

@@ -17,7 +17,7 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, row
-from trainer.data.chat import encode_completion
+from trainer.data.chat import TokensAndMask, encode_samples
 from trainer.data.conversation import ASSISTANT, normalize_messages
 from trainer.data.lines import fault, json_object, json_records_of, record_place
 from trainer.data.prompts import encode_prompt
@@ -128,7 +128,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
             ids = encode_prompt(self._tokenizer, prompt)
         elif "prompt" in text and "completion" in text:
             (prompt,) = self._placed([text["prompt"]], at=0)
-            ids, counts = encode_completion(self._tokenizer, prompt, text["completion"])
+            ids, counts = self._one(prompt, text["completion"])
         elif turns := text.get("messages") or text.get("conversations"):
             messages = normalize_messages(turns)
             roles = [message["role"] for message in messages]
@@ -137,7 +137,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
             for message, content in zip(messages, contents, strict=True):
                 message["content"] = content
             if self._learns:
-                ids, counts = encode_completion(self._tokenizer, (), messages)
+                ids, counts = self._one((), messages)
             else:
                 while messages and messages[-1]["role"] == ASSISTANT:
                     messages.pop()
@@ -151,6 +151,16 @@ class ImageText(Dataset[dict[str, Tensor]]):
         if counts:
             is_term = torch.tensor(counts)
         return torch.tensor(ids), is_term
+
+    def _one(self, prompt: Any, completion: Any) -> TokensAndMask:  # noqa: ANN401
+        """Encode a prompt and its completion as one sample, with one image."""
+        found = encode_samples(self._tokenizer, prompt, completion)
+        if len(found) > 1:
+            raise ValueError(
+                "the chat template renders earlier turns otherwise once more follow; make a record "
+                "of each answer, whose `prompt` is all that precedes it"
+            )
+        return found[0]
 
     def _placed(self, texts: list[Any], at: int) -> list[str]:
         """Put the tokens of the image where it stands in texts; else before the one at `at`."""
