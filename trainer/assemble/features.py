@@ -127,7 +127,11 @@ class Feature:
         return nullcontext()
 
     def after_evaluation(self, run: OpenRun) -> None:
-        """Look further at a model in training, within `evaluating`; `Preempted` ends the run."""
+        """Look further at a model in training, within `evaluating`. Collective.
+
+        `Preempted` ends the run as a signal does. A `run.progress.early_end`, the same on every
+        rank, ends it as one that has done all its steps: saved, with exit code 0.
+        """
 
     def shown(self, samples: Sequence[ShownSample], folder: Path) -> Sequence[Row]:
         """Show the first samples of step 1 otherwise than in words, in the folder of a run."""

@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 
 from trainer.config.messages import clip
-from trainer.config.option_files import LIBRARIES
+from trainer.config.option_files import LIBRARIES, data_dir
 from trainer.core.errors import ConfigError
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
@@ -27,7 +27,6 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "submitit_local": "submitit",
         "submitit_slurm": "submitit",
     },
-    "hydra/sweeper": {"optuna": "optuna"},
 }
 """Options that a plugin brings, and which extra of ours installs it."""
 
@@ -65,7 +64,8 @@ def load_plugins(overrides: Iterable[Override]) -> None:
         is_option = key.startswith("hydra/")
         is_class = key.startswith("hydra.") and key.endswith("._target_")
         name = value.strip("'\"")
-        if not (is_option or is_class) or name in _BUILT_IN:
+        is_ours = is_option and (data_dir("conf") / key / f"{name}.yaml").is_file()
+        if not (is_option or is_class) or name in _BUILT_IN or is_ours:
             continue
         try:
             places = getattr(import_module(_PACKAGE), "__path__", ())

@@ -221,9 +221,10 @@ def _go_on(run: RunFolder, job: Job) -> Job:
         done = f"{run} is done after step {run.last_step()}; {clock}=N trains further"
         return replace(job, done=done)
     stopped = run.record(RunFolder.RESULT).get("stopped")
-    is_completed = run.status().get("state") == saved_runs.COMPLETED
-    # With the same rule it would stop again, without a step.
-    if is_completed and stopped and to_plain(job.config)["stop"] == saved.get("stop"):
+    # With the same rule it would stop again, without a step; without one something else stopped it.
+    rule = to_plain(job.config)["stop"]
+    would_stop = rule["metric"] is not None and rule == saved.get("stop")
+    if run.status().get("state") == saved_runs.COMPLETED and stopped and would_stop:
         return replace(job, done=f"{run} is done: {stopped}; stop.metric=null trains further")
     return job
 

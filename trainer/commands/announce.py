@@ -107,7 +107,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     best = followed.found if followed else least_loss(folder / RunFolder.METRICS)
     rows = [*chain.from_iterable(each.end_rows(opened, run) for each in run.features)]
     # Patience that is over with the last step ended nothing.
-    stopped = opened.no_better if trained.step < run.data.total_steps else None
+    stopped = opened.early_end if trained.step < run.data.total_steps else None
     result = {
         "step": trained.step,
         "eval_loss": metrics.get("loss", metrics.get("eval_loss")),

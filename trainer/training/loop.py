@@ -69,8 +69,10 @@ class OpenRun:
         return self.context.data.total_steps
 
     @property
-    def no_better(self) -> str | None:
-        """Why the run ends before its last step; None while `stop.metric` gets better."""
+    def early_end(self) -> str | None:
+        """Why the run ends before its last step; None while nothing asks for it."""
+        if self.progress.early_end is not None:
+            return self.progress.early_end
         followed = self.stopping
         if followed is None or followed.num_since < followed.patience:
             return None
@@ -89,6 +91,8 @@ class Progress(Stateful):
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
     saved_at: int | None = None  # step of the newest checkpoint
+    # Why a feature ends the run before its last step, the same on every rank
+    early_end: str | None = None
     failures: int = 0  # steps in a row, up to the last one, that were not finite
     taken: int = 0  # optimizer steps taken in this process
     # Whether a step had a loss term; taken for granted of steps of other processes
@@ -150,7 +154,7 @@ def train(run: OpenRun) -> None:
         _evaluate_if_due(run)
     elif run.evaluate_first:
         _evaluate(run)
-    while progress.step < run.total_steps and run.no_better is None:
+    while progress.step < run.total_steps and run.early_end is None:
         _take_step(run)
         _refuse_no_terms(run)
         if progress.failures >= run.most_failures:
@@ -255,10 +259,10 @@ def _evaluate(run: OpenRun) -> None:
         with run.evaluating(context.parallel, run.feed):
             means = evaluate_parts(context, context.data.held_out, run.was_asked)
             run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
+            progress.evaluation = named_means(means)
             run.after_evaluation(run)
     except Preempted:
         _end(run)
-    progress.evaluation = named_means(means)
     _take_evaluation(run)
 
 

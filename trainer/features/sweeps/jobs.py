@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -42,6 +42,7 @@ from trainer.core.errors import Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.run_folder import RunFolder, RunInUseError, hold, is_locked
 from trainer.core.signals import StopFlag, stop_signals
+from trainer.features.sweeps.search import TRIAL, Search
 from trainer.features.sweeps.table import value_of
 from trainer.report.run_status import staged
 
@@ -52,7 +53,6 @@ STOP_FILE = ".stop"
 """File in the folder of a sweep whose jobs, in other processes, are to stop."""
 
 _POLL_S = 0.2
-_UNENDED = (None, 0, Preempted.exit_code)  # exit codes of jobs that are run again, or are done
 _taken = ExitStack()  # the slot of this process, until it ends
 
 
@@ -107,8 +107,7 @@ class Sweep:
     goes_on: bool  # `resume=auto` was typed
     metric: str  # that the jobs are ranked by
     mode: Literal["min", "max"]  # which value of it is better
-    sweeper: str  # its class
-    storage: object  # of the study of a search, where it has one
+    search: Search | None  # by Optuna; another sweeper chooses in its own way
     typed: Sequence[str]  # `lines` without settings of Hydra
     slots: Slots | None  # of jobs that run at once on this machine
     is_parallel: bool  # jobs run in other processes
@@ -136,7 +135,7 @@ class SweepTask:
             if self.sweep.command == "train":
                 listening = stop_signals()
             with listening as stop:
-                code = self._run(record)
+                code = self._run(record, stop)
             if stop.is_set:
                 raise KeyboardInterrupt
         else:
@@ -157,7 +156,7 @@ class SweepTask:
         """Run a job in a process that is not the sweep's; one that was stopped does not begin."""
         parent, slots = os.getppid(), self.sweep.slots
         done = threading.Event()
-        with stop_signals():
+        with stop_signals() as stop:
             if self._is_local:
                 with suppress(PermissionError):  # it leads a session of its own
                     os.setpgid(0, 0)  # so that a terminal's Ctrl-C comes once, by way of the sweep
@@ -168,7 +167,7 @@ class SweepTask:
             try:
                 code = Preempted.exit_code
                 if not self._is_over():
-                    code = self._run(record)
+                    code = self._run(record, stop)
             finally:
                 done.set()
         if os.getppid() != parent:
@@ -196,10 +195,45 @@ class SweepTask:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    def _run(self, record: HydraConf) -> int:
+    def _run(self, record: HydraConf, stop: StopFlag) -> int:
         """Run a job; print how it begins and ends, and note the latter for the table."""
-        job, folder = record.job.num, Path(record.runtime.output_dir)
-        lines = [str(each) for each in record.overrides.task]
+        job, folder, search = record.job.num, Path(record.runtime.output_dir), self.sweep.search
+        lines, variables, trial = [str(each) for each in record.overrides.task], {}, None
+        ended = RunFolder(folder).record(RunFolder.END)
+        if search is not None:
+            trial = search.take(job)
+            lines, variables = search.lines(trial), {TRIAL: search.variable(trial)}
+            # What Hydra wrote has none of the values that were chosen.
+            _write_overrides(record, lines)
+            if trial.state.is_finished():
+                return int(ended.get("exit_code", 0))
+        # How many jobs a search will have is not known.
+        of_all = f" of {len(self.sweep.jobs)}" if self.sweep.jobs else ""
+        print_out(f"job {job}{of_all}: {self._chosen(lines)}\n")
+        try:
+            code, reason = self._run_once(lines, record, variables), ""
+        except TrainError as error:
+            code = print_error(error)
+            reason = without_secrets(str(error).splitlines()[0], os.environ)
+        if code and not reason:
+            reason = str(RunFolder(folder).status().get("reason") or "")
+        value, state = self._value(folder, code), None
+        # One that is to go on has its trial still.
+        if search is not None and not (code == Preempted.exit_code and stop.is_set):
+            state = search.tell(trial, value)
+        record_of_end = {"exit_code": code, "reason": reason or None, "state": state}
+        write_json(folder / RunFolder.END, record_of_end)
+        # With the job's number, since those of jobs that run at once come in any order.
+        end = f"job {job}: exit code {code}"
+        if value is not None:
+            end += f", {title_of(self.sweep.metric)} {value:.4f}"
+        if state is not None:
+            end += f", {state} after step {RunFolder(folder).last_step()}"
+        print_out(f"{end}\n")
+        return code
+
+    def _chosen(self, lines: Sequence[str]) -> str:
+        """Give the overrides of a job that not all jobs have."""
         common = set[str]()
         for override in map(read_override, self.sweep.typed):
             if not override.is_sweep_override():
@@ -209,31 +243,11 @@ class SweepTask:
         for line in lines:
             if dotted(read_override(line)) not in common:
                 own.append(line.lstrip("+"))
-        # How many jobs a search will have is not known.
-        of_all = f" of {len(self.sweep.jobs)}" if self.sweep.jobs else ""
-        print_out(f"job {job}{of_all}: {' '.join(own)}\n")
-        before = RunFolder(folder).record(RunFolder.END)
-        if self.sweep.goes_on and not self.sweep.jobs and before.get("exit_code") not in _UNENDED:
-            # The values of the jobs behind it were chosen by how it ended.
-            code, reason = int(before["exit_code"]), str(before.get("reason") or "")
-        else:
-            try:
-                code, reason = self._run_once(lines, record), ""
-            except TrainError as error:
-                code = print_error(error)
-                reason = without_secrets(str(error).splitlines()[0], os.environ)
-        if code and not reason:
-            reason = str(RunFolder(folder).status().get("reason") or "")
-        write_json(folder / RunFolder.END, {"exit_code": code, "reason": reason or None})
-        value = self._value(folder, code)
-        # With the job's number, since those of jobs that run at once come in any order.
-        end = f"job {job}: exit code {code}"
-        if value is not None:
-            end += f", {title_of(self.sweep.metric)} {value:.4f}"
-        print_out(f"{end}\n")
-        return code
+        return " ".join(own)
 
-    def _run_once(self, lines: Sequence[str], record: HydraConf) -> int:
+    def _run_once(
+        self, lines: Sequence[str], record: HydraConf, variables: Mapping[str, str]
+    ) -> int:
         """Run one job in its folder, which Hydra made, or went on with; gives the exit code."""
         from trainer.report.console import BRIEF  # noqa: PLC0415 - imports torch
 
@@ -244,9 +258,7 @@ class SweepTask:
             OWN_CODE.folder = Path.cwd()
             job = self.composer.check(overrides, faults)
         # Hydra's record gets paths in full, so that the job can go on alone from anywhere.
-        text = yaml.safe_dump([line.lstrip("+") for line in job.lines])
-        records = folder / str(record.output_subdir)
-        write_file_atomic(records / RunFolder.OVERRIDES, text.encode())
+        _write_overrides(record, job.lines)
         config, run = job.config, RunFolder(folder)
         # Slurm may have put the job back into its queue.
         goes_on = self.sweep.goes_on or "SLURM_RESTART_COUNT" in os.environ
@@ -258,11 +270,19 @@ class SweepTask:
         staging: AbstractContextManager[Path] = nullcontext(folder)
         if must_stage(config, folder):
             staging = staged(folder)
-        variables = {BRIEF: "1"} if config.command == "train" else {}
+        if config.command == "train":
+            variables = {BRIEF: "1", **variables}
         with staging as records:
             write_config(config, records, folder)
-            with env_override(variables):
+            with env_override(dict(variables)):
                 return run_and_report(config, folder)
+
+
+def _write_overrides(record: HydraConf, lines: Sequence[str]) -> None:
+    """Write the overrides of a job into its folder, in place of what Hydra has there."""
+    text = yaml.safe_dump([line.lstrip("+") for line in lines])
+    records = Path(record.runtime.output_dir) / str(record.output_subdir)
+    write_file_atomic(records / RunFolder.OVERRIDES, text.encode())
 
 
 @contextmanager

@@ -1,16 +1,9 @@
-"""Set up launchers and sweepers of Hydra: one GPU for each job, and a search that can go on.
-
-A search by Optuna goes on without a storage: its seed, and the values of the jobs that ended, give
-the same values again, until the first job that had not ended.
-"""
+"""Set up launchers and sweepers of Hydra: a GPU for each job, as many jobs as there is room for."""
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 
 import yaml
@@ -21,29 +14,15 @@ from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.errors import ConfigError
 from trainer.core.run_folder import SEARCH_FILE
 from trainer.features.sweeps.jobs import Slots
+from trainer.features.sweeps.optuna_sweeper import OPTUNA
 
 # Hydra names both by private modules.
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # runs every combination
-OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 
 _SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 _REQUEUES = 1000  # of one job at its time limit
 _DIRECTION = "hydra.sweeper.direction"
-FOUND = "optimization_results.yaml"
-
-
-def refuse_other_jobs(hydra: DictConfig) -> None:
-    """Refuse to go on with a search that would not try the same values again."""
-    sweeper = hydra.sweeper
-    if sweeper._target_ not in (BASIC_SWEEPER, OPTUNA):
-        raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
-    if sweeper._target_ == OPTUNA and sweeper.storage is not None:
-        why = "a study in a storage goes on by itself, with new jobs"
-        raise ConfigError(f"hydra.sweeper.storage={sweeper.storage}: {why}; leave resume out")
-    if sweeper._target_ == OPTUNA and "seed" not in sweeper.sampler:
-        why = "draws without a seed; sweep without hydra/sweeper to try every combination"
-        raise ConfigError(f"resume=auto: {sweeper.sampler._target_} {why}")
 
 
 def slots_of(
@@ -70,6 +49,8 @@ def slots_of(
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             gpus = visible.split(",")[: len(gpus)]
     cores, count = num_cores(), int(hydra.launcher.get("n_jobs", -1))
+    if hydra.sweeper._target_ == OPTUNA and hydra.sweeper.n_jobs is not None:
+        count = int(hydra.sweeper.n_jobs)
     # joblib's -1: as many as fit
     if count <= 0:
         count = max(1, (len(gpus) or cores) // ranks)
@@ -92,9 +73,10 @@ def settings_of(
     # submitit's default of none ends a job at its time limit; ours goes on where it was.
     if hydra.launcher.get("max_num_timeout") == 0:
         found["hydra.launcher.max_num_timeout"] = _REQUEUES
-    # With a seed, a study that goes on in its storage would begin with the same values again.
-    in_storage = hydra.sweeper.get("storage") is not None
-    if "seed" in (hydra.sweeper.get("sampler") or ()) and not in_storage:
+    # Jobs of a search that wait in the queue could not know of those before.
+    if hydra.sweeper._target_ == OPTUNA and "array_parallelism" in hydra.launcher:
+        found["hydra.launcher.array_parallelism"] = hydra.sweeper.n_jobs or 1
+    if "seed" in (hydra.sweeper.get("sampler") or ()):
         found["hydra.sweeper.sampler.seed"] = seed % 2**32
     keys = {line.lstrip("+").partition("=")[0] for line in typed}
     if _DIRECTION in keys:
@@ -105,16 +87,8 @@ def settings_of(
             yield f"{key}={value}"
 
 
-def begin_search(sweeper: str, folder: Path, lines: Sequence[str], storage: object) -> None:
+def begin_search(folder: Path, lines: Sequence[str]) -> None:
     """Write what was typed into a search's folder, as Hydra does for its own sweeper."""
-    if sweeper == OPTUNA:
-        with warnings.catch_warnings():  # of the libraries that it uses
-            warnings.simplefilter("ignore")
-            optuna = import_module("optuna")
-            optuna.logging.set_verbosity(logging.WARNING)  # it prints a line for each study
-            if isinstance(storage, str):
-                # Of tables that Optuna 2 makes, the version is committed by SQLAlchemy 1 alone.
-                optuna.storages.RDBStorage(storage, engine_kwargs={"isolation_level": "AUTOCOMMIT"})
     make_folders(folder)
     typed = {"overrides": {"task": [*lines]}, "runtime": {"cwd": str(Path.cwd())}}
     write_file_atomic(folder / SEARCH_FILE, yaml.safe_dump({"hydra": typed}).encode())

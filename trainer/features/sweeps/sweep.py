@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from rich.console import Console
 
 from trainer.cli import saved_runs
@@ -34,13 +34,14 @@ from trainer.cli.overrides import (
 from trainer.config.command_words import READING
 from trainer.config.consent import ONLY_TYPED
 from trainer.config.messages import clip, line
-from trainer.config.metric_mode import mode_of
 from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.run_folder import GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolder, hold
 from trainer.core.signals import raise_on_interrupt
 from trainer.features.sweeps import launchers, table
 from trainer.features.sweeps.jobs import SAFE_PATH, STOP_FILE, Sweep, SweepTask, passing_signals_on
+from trainer.features.sweeps.optuna_sweeper import OPTUNA, register
+from trainer.features.sweeps.search import Search, sweep_mode
 
 _LOGGING = "hydra/hydra_logging"
 _AT_USR1 = {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}  # at which a run saves
@@ -56,6 +57,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
     overrides, wrong = parse(lines, is_typed=True)
     interrupted = failed = False
     with composer.open(overrides) as hydra:
+        register()
         sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
         raise_on_interrupt()
         durable.make_folders(sweep.folder)
@@ -84,7 +86,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
 def _codes(sweep: Sweep) -> list[int]:
     """Read the exit code of every job, whichever process was to run it."""
     folders, codes = table.folders_of(sweep.folder), list[int]()
-    for number in range(len(sweep.jobs) or max(folders, default=0) + 1):
+    for number in range(len(sweep.jobs) or max(folders, default=-1) + 1):
         # 1 of a job that did not end, or never began
         code = 1
         if (folder := folders.get(number)) is not None:
@@ -101,13 +103,9 @@ def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN40
         passing = passing_signals_on(sweep.folder)
     with passing:
         if not sweep.jobs:
-            launchers.begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
+            launchers.begin_search(sweep.folder, sweep.typed)
         with env_override({**SAFE_PATH, **os.environ, **_AT_USR1}):
             hydra.multirun(CONFIG_NAME, task, [*sweep.lines])
-        if (found := sweep.folder / launchers.FOUND).is_file():
-            # Keys as they are typed, without `++`.
-            text = re.sub(r"^(\s*)\+\+", r"\1", found.read_text(), flags=re.MULTILINE)
-            durable.write_file_atomic(found, text.encode())
 
 
 def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
@@ -119,16 +117,58 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         faults.append("-m: a sweep can only train; run this command without -m, once for each run")
     parts = classify(without(overrides, "resume"), composer.groups)
     hydra, typed = parse(parts.hydra)[0], parts.lines
-    sweeper = composer.compose(parts.hydra).hydra.sweeper._target_
-    is_search = sweeper != launchers.BASIC_SWEEPER
+    sweeper = composer.compose(parts.hydra).hydra.sweeper
+    is_search, is_optuna = sweeper._target_ != launchers.BASIC_SWEEPER, sweeper._target_ == OPTUNA
+    if is_optuna:
+        typed = [*_in_settings(sweeper, typed), *typed]
     if is_search:
         # It could have more combinations than anybody can check.
         jobs, most = cover(typed), None
     else:
         jobs = expand(typed)
         most = len(jobs)
-    checked: list[Job] = []
-    faults += parts.faults
+    checked = _check(jobs, hydra, composer, [*faults, *parts.faults])
+    first = checked[0]
+    record = first.composed.hydra
+    found = None
+    if resume is not None:
+        if is_search and not is_optuna:
+            raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
+        file = SEARCH_FILE if is_optuna else GRID_FILE
+        found = newest_sweep(Path(first.config.outputs).absolute(), typed, file)
+    folder = found or Path(str(record.sweep.dir)).absolute()
+    search = None
+    if is_optuna:
+        search = Search.of(record.sweeper, folder, first.config, typed)
+        most = search.num_trials
+    slots = launchers.slots_of(checked, record, folder, most)
+    own = _with_folder(parts.hydra, folder, goes_on=resume is not None and folder.exists())
+    own += launchers.settings_of(record, parts.hydra, slots, seed=first.config.seed)
+    if not any(_LOGGING in each for each in own):
+        own.append(f"{_LOGGING}=none")
+    return Sweep(
+        command=first.config.command,
+        jobs=() if is_search else jobs,
+        lines=(*own, *typed),
+        folder=folder,
+        goes_on=resume is not None,
+        metric=first.config.sweep.metric,
+        mode=sweep_mode(first.config),
+        search=search,
+        typed=typed,
+        slots=slots,
+        is_parallel=record.launcher._target_ != launchers.BASIC_LAUNCHER,
+    )
+
+
+def _check(
+    jobs: Iterable[Sequence[str]],
+    hydra: Sequence[Override],
+    composer: Composer,
+    faults: Sequence[str],
+) -> list[Job]:
+    """Check jobs; all faults are named, and those found earlier."""
+    checked, faults = list[Job](), [*faults]
     for each in jobs:
         try:
             checked.append(composer.check([*hydra, *parse(each)[0]]))
@@ -136,34 +176,15 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
             faults += error.faults
     if faults:
         raise ConfigError(*distinct(faults))
-    first = checked[0]
-    record = first.composed.hydra
-    found = None
-    if resume is not None:
-        launchers.refuse_other_jobs(record)
-        file = SEARCH_FILE if sweeper == launchers.OPTUNA else GRID_FILE
-        found = newest_sweep(Path(first.config.outputs).absolute(), typed, file)
-    folder = found or Path(str(record.sweep.dir)).absolute()
-    slots = launchers.slots_of(checked, record, folder, most)
-    own = _with_folder(parts.hydra, folder, goes_on=resume is not None and folder.exists())
-    own += launchers.settings_of(record, parts.hydra, slots, seed=first.config.seed)
-    if not any(_LOGGING in each for each in own):
-        own.append(f"{_LOGGING}=none")
-    metric, mode = first.config.sweep.metric, first.config.sweep.mode
-    return Sweep(
-        command=first.config.command,
-        jobs=() if is_search else jobs,
-        lines=(*own, *typed),
-        folder=folder,
-        goes_on=resume is not None,
-        metric=metric,
-        mode=mode_of("sweep.metric", metric, mode, "sweep.mode"),
-        sweeper=sweeper,
-        storage=record.sweeper.get("storage"),
-        typed=typed,
-        slots=slots,
-        is_parallel=record.launcher._target_ != launchers.BASIC_LAUNCHER,
-    )
+    return checked
+
+
+def _in_settings(sweeper: DictConfig, typed: Sequence[str]) -> Iterator[str]:
+    """Give what `hydra.sweeper.params` searches, as if it was typed; what is typed comes first."""
+    keys = {dotted(read_override(line)) for line in typed}
+    for key, value in (sweeper.params or {}).items():
+        if dotted(read_override(f"{key}={value}")) not in keys:
+            yield f"++{key}={value}"
 
 
 def _with_folder(typed: Sequence[str], folder: Path, *, goes_on: bool) -> list[str]:

@@ -170,7 +170,7 @@ def _ended(folder: Path) -> dict[str, Any]:
     # A job may fail before its run begins, which then writes no status.
     state = "failed" if ended else "not started"
     return {
-        "state": str(status.get("state", state)),
+        "state": str(ended.get("state") or status.get("state", state)),
         "exit_code": status.get("exit_code", ended.get("exit_code")),
         **last_figures(folder),
         "reason": status.get("reason") or ended.get("reason"),

@@ -1,0 +1,63 @@
+"""Report the evaluations of a job to its search, and end the job where the pruner says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Self, final
+
+from hydra.utils import instantiate
+
+from trainer.assemble.features import Feature
+from trainer.config.run_config import RunConfig
+from trainer.features.sweeps.search import PRUNED, TRIAL, open_study
+from trainer.training.loop import OpenRun
+
+
+@final
+@dataclass(frozen=True)
+class PrunedJob(Feature):
+    """Ends a run that is a job of a search, where others were better by that step."""
+
+    # As `Search.variable` writes it; None of any other run
+    trial: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """See the base class."""
+        text = os.environ.get(TRIAL)
+        return cls(json.loads(text) if text and config.command == "train" else None)
+
+    def after_evaluation(self, run: OpenRun) -> None:
+        """See the base class: the main rank asks, and all ranks end at the same step."""
+        if self.trial is not None:
+            run.progress.early_end = run.context.world.on_main(lambda: self._ask(run))
+
+    def _ask(self, run: OpenRun) -> str | None:
+        """Report the metric; say why the run is to end, if it is."""
+        assert self.trial is not None
+        step, value = run.progress.step, run.progress.evaluation.get(self.trial["metric"])
+        if value is None or not math.isfinite(value):
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                given = self.trial["storage"], self.trial["study"]
+                pruner = instantiate(self.trial["pruner"])
+                study = open_study(*given, pruner=pruner)
+                trial = import_module("optuna").trial.Trial(study, self.trial["trial"])
+                # A run that goes on may evaluate a step again, of which the first counts.
+                trial.report(value, step)
+                if not 0 < step < run.total_steps or not trial.should_prune():
+                    return None
+                trial.set_user_attr(PRUNED, True)
+        except Exception as error:  # of a database, which may be away for a while
+            run.reporter.warn(f"hydra.sweeper: the study was not reached: {error}")
+            return None
+        name = type(pruner).__name__
+        return f"pruned: {name} of the search found others better at step {step}"

@@ -1,0 +1,284 @@
+"""Search by Optuna: a job asks the study for its values when it starts, and tells how it ended.
+
+The study is a journal in the sweep's folder, or in the storage that was typed. Every process that
+sees it takes part, on any host, so that a job knows all those that ended before it began.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, final
+
+import yaml
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.cli.overrides import dotted, read_override, values_of
+from trainer.config.messages import clip
+from trainer.config.metric_mode import mode_of
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import make_folders, write_file_atomic
+from trainer.core.errors import ConfigError
+from trainer.core.run_folder import is_locked
+
+FOUND = "optimization_results.yaml"
+JOURNAL = "study.log"
+"""File of a sweep's folder that holds its study, where no storage was typed."""
+
+TRIAL = "STEP_TRAINER_TRIAL"
+"""Environment variable by which the processes of a job know their trial."""
+
+PRUNED = "pruned"
+"""Attribute of a trial that its pruner ended, and what the table calls it."""
+
+# Other attributes of a trial: the folder of its sweep, its number there, whether it was killed
+_SWEEP, _JOB, _LOST = "sweep", "job", "lost"
+_METRIC = "metric"  # of a study
+
+
+def open_study(storage: str, name: str, **settings: Any) -> Any:  # noqa: ANN401 - Optuna's classes
+    """Open a study, or begin it; the storage is a URL, or else the file of a journal."""
+    try:
+        optuna = import_module("optuna")
+        journal = import_module("optuna.storages.journal")
+    except ImportError:
+        remedy = "needs Optuna 4 or later; pip install '.[optuna]'"
+        raise ConfigError(f"hydra/sweeper=optuna: {remedy}") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # each job has its line already
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that it uses
+        found: Any = storage
+        if "://" not in storage:
+            backend = journal.JournalFileBackend(storage)
+            found = optuna.storages.JournalStorage(backend)
+        return optuna.create_study(storage=found, study_name=name, load_if_exists=True, **settings)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What the jobs of a search have in common."""
+
+    folder: Path  # of the sweep
+    storage: str
+    study: str  # its name there
+    metric: str
+    mode: Literal["min", "max"]
+    typed: Sequence[str]  # overrides, those with several values among them
+    sampler: Mapping[str, Any]
+    pruner: Mapping[str, Any] | None
+    seed: int
+    num_trials: int  # of the study in all
+
+    @classmethod
+    def of(
+        cls, sweeper: DictConfig, folder: Path, config: RunConfig, typed: Sequence[str]
+    ) -> Search:
+        """Read the settings of `conf/hydra/sweeper/optuna.yaml`."""
+        settings: Any = OmegaConf.to_container(sweeper, resolve=True)
+        storage = str(settings["storage"] or folder / JOURNAL)
+        scheme, is_url, place = storage.partition("://")
+        if not is_url:
+            storage = str(Path(storage).absolute())
+        # A relative path of SQLite: jobs may run in another folder.
+        elif scheme.startswith("sqlite") and place[1:] and not place.startswith("//"):
+            storage = f"{scheme}:///{Path(place[1:]).absolute()}"
+        if not (type(settings["n_trials"]) is int and settings["n_trials"] > 0):
+            raise ConfigError(f"hydra.sweeper.n_trials={settings['n_trials']}: must be 1 or more")
+        return cls(
+            folder=folder,
+            storage=storage,
+            study=str(settings["study_name"] or folder.name),
+            sampler=settings["sampler"],
+            pruner=settings["pruner"],
+            num_trials=settings["n_trials"],
+            metric=config.sweep.metric,
+            mode=sweep_mode(config),
+            seed=config.seed,
+            typed=typed,
+        )
+
+    def begin(self) -> range:
+        """Open the study, and give the numbers of the jobs that are left."""
+        self._made("sampler", self.sampler)
+        self._made("pruner", self.pruner)
+        study, own, counted = self._study(), dict[int, bool](), 0
+        self._refuse_other(study)
+        study.set_user_attr(_METRIC, self.metric)
+        for trial in study.get_trials(deepcopy=False):
+            folder, is_done = trial.user_attrs.get(_SWEEP), trial.state.is_finished()
+            if folder == str(self.folder):
+                own[trial.user_attrs[_JOB]] = is_done
+                counted += is_done
+            # Of a sweep that was killed; one that nobody here began is left to others.
+            elif folder is not None and not is_done and not is_locked(Path(folder)):
+                import_module("optuna").trial.Trial(study, trial._trial_id).set_user_attr(
+                    _LOST, True
+                )
+                study.tell(trial.number, state=_state("FAIL"))
+            else:
+                counted += _LOST not in trial.user_attrs
+        todo = [number for number, is_done in own.items() if not is_done]
+        number = 0
+        while len(todo) < self.num_trials - counted:
+            if number not in own:
+                todo.append(number)
+            number += 1
+        # Those between that are done end at once.
+        return range(min(todo, default=0), max(todo, default=-1) + 1)
+
+    def _refuse_other(self, study: Any) -> None:  # noqa: ANN401
+        """Refuse a study whose values do not compare with those of this search."""
+        known = study.user_attrs.get(_METRIC, self.metric)
+        name, remedy = f"hydra.sweeper.study_name={self.study}", "type another name"
+        if (known, study.direction.name) != (self.metric, self._direction.upper()):
+            text = f"has values of {known}, {study.direction.name.lower()}d"
+            raise ConfigError(clip(f"{name}: {text}; {remedy}"))
+        compare = import_module("optuna.distributions").check_distribution_compatibility
+        space = self._space()
+        for trial in study.get_trials(deepcopy=False):
+            for key in trial.distributions.keys() & space.keys():
+                try:
+                    compare(trial.distributions[key], space[key])
+                except ValueError:
+                    text = f"has {key} with other choices, or of another kind"
+                    raise ConfigError(clip(f"{name}: {text}; {remedy}")) from None
+
+    def take(self, job: int) -> Any:  # noqa: ANN401
+        """Give the trial of a job: the one that it has, as after a kill, or a new one."""
+        study, own = self._study(), {_SWEEP: str(self.folder), _JOB: job}
+        settings, trials = dict(self.sampler), study.get_trials(deepcopy=False)
+        for trial in trials:
+            if own.items() <= trial.user_attrs.items():
+                return trial
+        # Each process makes a sampler, which with one seed would draw the same for every job.
+        if settings.get("seed", 0) is None:
+            others = sum(each.user_attrs.get(_SWEEP) != str(self.folder) for each in trials)
+            settings["seed"] = (self.seed + others + job) % 2**32
+        study.sampler = self._made("sampler", settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            new = study.ask(self._space())
+        for name, value in own.items():
+            new.set_user_attr(name, value)
+        return study.get_trials(deepcopy=False)[new.number]
+
+    def lines(self, trial: Any) -> list[str]:  # noqa: ANN401
+        """Give the overrides of a job: those of all, and the values of its trial."""
+        found = list[str]()
+        for line in self.typed:
+            name, key = dotted(read_override(line)), line.partition("=")[0]
+            if name in trial.params:
+                found.append(f"{key}={trial.params[name]}")
+            else:
+                found.append(line)
+        return found
+
+    def variable(self, trial: Any) -> str:  # noqa: ANN401
+        """Say to the processes of a job, in words, which trial theirs is."""
+        return json.dumps(
+            {
+                "storage": self.storage,
+                "study": self.study,
+                "trial": trial._trial_id,
+                "pruner": self.pruner,
+                "metric": self.metric.removeprefix("eval_"),
+            }
+        )
+
+    def tell(self, trial: Any, value: float | None) -> str | None:  # noqa: ANN401
+        """Tell the study how a job ended; gives its state for the table, where it was pruned."""
+        study = self._study()
+        if study.get_trials(deepcopy=False)[trial.number].user_attrs.get(PRUNED):
+            study.tell(trial.number, state=_state("PRUNED"))
+            return PRUNED
+        if value is None:
+            study.tell(trial.number, state=_state("FAIL"))
+        else:
+            study.tell(trial.number, value)
+        return None
+
+    def write_found(self) -> str | None:
+        """Write the best values into the sweep's folder; gives them in a line, if there are any."""
+        study = self._study()
+        complete = study.get_trials(deepcopy=False, states=[_state("COMPLETE")])
+        if not complete:
+            return None
+        best, values = study.best_trial, dict[str, Any]()
+        for name, value in best.params.items():
+            # Choices are held as they are typed.
+            values[name] = yaml.safe_load(value) if isinstance(value, str) else value
+        found = {"name": "optuna", "best_params": values, "best_value": best.value}
+        make_folders(self.folder)
+        write_file_atomic(self.folder / FOUND, yaml.safe_dump(found, sort_keys=False).encode())
+        words = " ".join(f"{name}={value}" for name, value in best.params.items())
+        return f"best of {len(complete)} jobs that completed: {words}"
+
+    @property
+    def _direction(self) -> str:
+        return {"min": "minimize", "max": "maximize"}[self.mode]
+
+    def _study(self) -> Any:  # noqa: ANN401
+        make_folders(self.folder)
+        try:
+            return open_study(self.storage, self.study, direction=self._direction)
+        except ConfigError:
+            raise
+        except Exception as error:  # of any database
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            scheme = self.storage.partition("://")[0]  # what follows may hold a password
+            raise ConfigError(clip(f"hydra.sweeper.storage={scheme}: {text}")) from error
+
+    def _space(self) -> dict[str, Any]:
+        space = dict[str, Any]()
+        for override in map(read_override, self.typed):
+            if override.is_sweep_override():
+                space[dotted(override)] = _distribution(override)
+        return space
+
+    def _made(self, key: str, settings: Mapping[str, Any] | None) -> Any:  # noqa: ANN401
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return instantiate(settings)
+        except HydraException as error:
+            cause = error.__cause__ or error
+            raise ConfigError(clip(f"hydra.sweeper.{key}: {str(cause).splitlines()[0]}")) from None
+
+
+def sweep_mode(config: RunConfig) -> Literal["min", "max"]:
+    """Give which value of `sweep.metric` is better."""
+    return mode_of("sweep.metric", config.sweep.metric, config.sweep.mode, "sweep.mode")
+
+
+def _live(study: Any, trial: Any) -> Any:  # noqa: ANN401
+    """Give what writes to a trial; Optuna gives the one that it has read alone."""
+    return import_module("optuna").trial.Trial(study, trial._trial_id)
+
+
+def _state(name: str) -> Any:  # noqa: ANN401
+    return getattr(import_module("optuna").trial.TrialState, name)
+
+
+def _distribution(override: Override) -> Any:  # noqa: ANN401
+    """Turn an override of several values into what Optuna draws from."""
+    kinds, value = import_module("optuna.distributions"), override.value()
+    low: Any = None
+    if isinstance(value, IntervalSweep):
+        low, high, more = value.start, value.end, {"log": "log" in value.tags}
+    elif isinstance(value, RangeSweep) and not value.shuffle and value.step > 0:
+        points = [*value.range()]
+        low, high, more = points[0], points[-1], {"step": value.step}
+    if low is None:
+        # As they are typed, so that lists and mappings are choices too.
+        return kinds.CategoricalDistribution(values_of(override))
+    if isinstance(low, int) and isinstance(high, int):
+        return kinds.IntDistribution(low, high, **more)
+    return kinds.FloatDistribution(float(low), float(high), **more)
