@@ -8,14 +8,13 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Self, final
 
 from hydra.utils import instantiate
 
 from trainer.assemble.features import Feature
 from trainer.config.run_config import RunConfig
-from trainer.features.sweeps.search import PRUNED, TRIAL, open_study
+from trainer.features.sweeps.search import PRUNED, TRIAL, live, open_study
 from trainer.training.loop import OpenRun
 
 
@@ -35,13 +34,18 @@ class PrunedJob(Feature):
 
     def after_evaluation(self, run: OpenRun) -> None:
         """See the base class: the main rank asks, and all ranks end at the same step."""
-        if self.trial is not None:
-            run.progress.early_end = run.context.world.on_main(lambda: self._ask(run))
+        if self.trial is None:
+            return
+        if (reason := run.context.world.on_main(lambda: self._ask(run))) is not None:
+            run.progress.early_end = reason
 
     def _ask(self, run: OpenRun) -> str | None:
         """Report the metric; say why the run is to end, if it is."""
         assert self.trial is not None
-        step, value = run.progress.step, run.progress.evaluation.get(self.trial["metric"])
+        step, figures = run.progress.step, dict[str, float]()
+        for name, figure in run.progress.evaluation.items():
+            figures[f"eval_{name.removeprefix('eval_')}"] = figure
+        value = figures.get(self.trial["metric"])
         if value is None or not math.isfinite(value):
             return None
         try:
@@ -50,7 +54,7 @@ class PrunedJob(Feature):
                 given = self.trial["storage"], self.trial["study"]
                 pruner = instantiate(self.trial["pruner"])
                 study = open_study(*given, pruner=pruner)
-                trial = import_module("optuna").trial.Trial(study, self.trial["trial"])
+                trial = live(study, self.trial["trial"])
                 # A run that goes on may evaluate a step again, of which the first counts.
                 trial.report(value, step)
                 if not 0 < step < run.total_steps or not trial.should_prune():

@@ -45,18 +45,12 @@ _METRIC = "metric"  # of a study
 
 def open_study(storage: str, name: str, **settings: Any) -> Any:  # noqa: ANN401 - Optuna's classes
     """Open a study, or begin it; the storage is a URL, or else the file of a journal."""
-    try:
-        optuna = import_module("optuna")
-        journal = import_module("optuna.storages.journal")
-    except ImportError:
-        remedy = "needs Optuna 4 or later; pip install '.[optuna]'"
-        raise ConfigError(f"hydra/sweeper=optuna: {remedy}") from None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # each job has its line already
+    optuna = _optuna()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries that it uses
+        warnings.simplefilter("ignore")
         found: Any = storage
         if "://" not in storage:
-            backend = journal.JournalFileBackend(storage)
+            backend = optuna.storages.journal.JournalFileBackend(storage)
             found = optuna.storages.JournalStorage(backend)
         return optuna.create_study(storage=found, study_name=name, load_if_exists=True, **settings)
 
@@ -90,8 +84,13 @@ class Search:
         # A relative path of SQLite: jobs may run in another folder.
         elif scheme.startswith("sqlite") and place[1:] and not place.startswith("//"):
             storage = f"{scheme}:///{Path(place[1:]).absolute()}"
-        if not (type(settings["n_trials"]) is int and settings["n_trials"] > 0):
-            raise ConfigError(f"hydra.sweeper.n_trials={settings['n_trials']}: must be 1 or more")
+        for key in ("n_trials", "n_jobs"):
+            value = settings[key]
+            is_count = type(value) is int and value > 0
+            if not is_count and (key, value) != ("n_jobs", None):
+                raise ConfigError(clip(f"hydra.sweeper.{key}={value}: must be 1 or more"))
+        for key in ("sampler", "pruner"):
+            _made(key, settings[key])
         return cls(
             folder=folder,
             storage=storage,
@@ -107,8 +106,6 @@ class Search:
 
     def begin(self) -> range:
         """Open the study, and give the numbers of the jobs that are left."""
-        self._made("sampler", self.sampler)
-        self._made("pruner", self.pruner)
         study, own, counted = self._study(), dict[int, bool](), 0
         self._refuse_other(study)
         study.set_user_attr(_METRIC, self.metric)
@@ -119,9 +116,7 @@ class Search:
                 counted += is_done
             # Of a sweep that was killed; one that nobody here began is left to others.
             elif folder is not None and not is_done and not is_locked(Path(folder)):
-                import_module("optuna").trial.Trial(study, trial._trial_id).set_user_attr(
-                    _LOST, True
-                )
+                _optuna().trial.Trial(study, trial._trial_id).set_user_attr(_LOST, True)
                 study.tell(trial.number, state=_state("FAIL"))
             else:
                 counted += _LOST not in trial.user_attrs
@@ -141,7 +136,7 @@ class Search:
         if (known, study.direction.name) != (self.metric, self._direction.upper()):
             text = f"has values of {known}, {study.direction.name.lower()}d"
             raise ConfigError(clip(f"{name}: {text}; {remedy}"))
-        compare = import_module("optuna.distributions").check_distribution_compatibility
+        compare = _optuna().distributions.check_distribution_compatibility
         space = self._space()
         for trial in study.get_trials(deepcopy=False):
             for key in trial.distributions.keys() & space.keys():
@@ -162,7 +157,7 @@ class Search:
         if settings.get("seed", 0) is None:
             others = sum(each.user_attrs.get(_SWEEP) != str(self.folder) for each in trials)
             settings["seed"] = (self.seed + others + job) % 2**32
-        study.sampler = self._made("sampler", settings)
+        study.sampler = _made("sampler", settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             new = study.ask(self._space())
@@ -189,7 +184,7 @@ class Search:
                 "study": self.study,
                 "trial": trial._trial_id,
                 "pruner": self.pruner,
-                "metric": self.metric.removeprefix("eval_"),
+                "metric": self.metric,
             }
         )
 
@@ -243,14 +238,31 @@ class Search:
                 space[dotted(override)] = _distribution(override)
         return space
 
-    def _made(self, key: str, settings: Mapping[str, Any] | None) -> Any:  # noqa: ANN401
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return instantiate(settings)
-        except HydraException as error:
-            cause = error.__cause__ or error
-            raise ConfigError(clip(f"hydra.sweeper.{key}: {str(cause).splitlines()[0]}")) from None
+
+def _optuna() -> Any:  # noqa: ANN401
+    """Import Optuna, which is silent: each job has its line already."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries that it uses
+            optuna = import_module("optuna")
+            import_module("optuna.storages.journal")
+    except ImportError:
+        remedy = "needs Optuna 4 or later; pip install '.[optuna]'"
+        raise ConfigError(f"hydra/sweeper=optuna: {remedy}") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def _made(key: str, settings: Mapping[str, Any] | None) -> Any:  # noqa: ANN401
+    """Make a sampler or pruner."""
+    _optuna()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return instantiate(settings)
+    except HydraException as error:
+        cause = error.__cause__ or error
+        raise ConfigError(clip(f"hydra.sweeper.{key}: {str(cause).splitlines()[0]}")) from None
 
 
 def sweep_mode(config: RunConfig) -> Literal["min", "max"]:
@@ -258,27 +270,27 @@ def sweep_mode(config: RunConfig) -> Literal["min", "max"]:
     return mode_of("sweep.metric", config.sweep.metric, config.sweep.mode, "sweep.mode")
 
 
-def _live(study: Any, trial: Any) -> Any:  # noqa: ANN401
-    """Give what writes to a trial; Optuna gives the one that it has read alone."""
-    return import_module("optuna").trial.Trial(study, trial._trial_id)
+def live(study: Any, number: int) -> Any:  # noqa: ANN401
+    """Give what writes to a trial of an id; Optuna's list has what reads it."""
+    return _optuna().trial.Trial(study, number)
 
 
 def _state(name: str) -> Any:  # noqa: ANN401
-    return getattr(import_module("optuna").trial.TrialState, name)
+    return getattr(_optuna().trial.TrialState, name)
 
 
 def _distribution(override: Override) -> Any:  # noqa: ANN401
     """Turn an override of several values into what Optuna draws from."""
-    kinds, value = import_module("optuna.distributions"), override.value()
+    kinds, value = _optuna().distributions, override.value()
     low: Any = None
     if isinstance(value, IntervalSweep):
         low, high, more = value.start, value.end, {"log": "log" in value.tags}
-    elif isinstance(value, RangeSweep) and not value.shuffle and value.step > 0:
+    elif isinstance(value, RangeSweep) and value.step > 0:
         points = [*value.range()]
         low, high, more = points[0], points[-1], {"step": value.step}
     if low is None:
-        # As they are typed, so that lists and mappings are choices too.
-        return kinds.CategoricalDistribution(values_of(override))
+        # As they are typed, so that lists and mappings are choices too; a study wants one order.
+        return kinds.CategoricalDistribution(sorted({*values_of(override)}))
     if isinstance(low, int) and isinstance(high, int):
         return kinds.IntDistribution(low, high, **more)
     return kinds.FloatDistribution(float(low), float(high), **more)
