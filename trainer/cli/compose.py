@@ -254,7 +254,10 @@ def explain(error: BaseException) -> list[str]:
         if isinstance(cause, ConfigError):
             return list(cause.faults)
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-            return [clip(f"{cause.full_key}: {str(cause).splitlines()[0]}")]
+            text = str(cause).splitlines()[0]
+            if text.endswith("is not in struct"):
+                text = f"no such setting; +{cause.full_key}=VALUE adds one"
+            return [clip(f"{cause.full_key}: {text}")]
         error, cause = cause, cause.__cause__
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")

@@ -61,11 +61,12 @@ def load_plugins(overrides: Iterable[Override]) -> None:
     """Import and register the plugins that are named, or all where no package is called so."""
     for override in overrides:
         key, _, value = (override.input_line or "").lstrip("+").partition("=")
-        is_option = key.startswith("hydra/")
-        is_class = key.startswith("hydra.") and key.endswith("._target_")
+        # What is below a sweeper's own settings belongs to the sweeper.
+        is_named = re.fullmatch(r"hydra/\w+|hydra\.\w+\._target_", key) is not None
         name = value.strip("'\"")
-        is_ours = is_option and (data_dir("conf") / key / f"{name}.yaml").is_file()
-        if not (is_option or is_class) or name in _BUILT_IN or is_ours:
+        file = data_dir("conf") / key / f"{name}.yaml"
+        # Of pathlib it raises for long names.
+        if not is_named or name in _BUILT_IN or os.path.isfile(file):  # noqa: PTH113
             continue
         try:
             places = getattr(import_module(_PACKAGE), "__path__", ())

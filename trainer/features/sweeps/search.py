@@ -107,17 +107,20 @@ class Search:
     def begin(self) -> range:
         """Open the study, and give the numbers of the jobs that are left."""
         study, own, counted = self._study(), dict[int, bool](), 0
-        self._refuse_other(study)
+        found = (study.user_attrs.get(_METRIC, self.metric), study.direction.name.lower())
+        if found != (self.metric, self._direction):
+            text = f"has values of {found[0]}, to {found[1]}; type another name"
+            raise ConfigError(clip(f"hydra.sweeper.study_name={self.study}: {text}"))
         study.set_user_attr(_METRIC, self.metric)
         for trial in study.get_trials(deepcopy=False):
             folder, is_done = trial.user_attrs.get(_SWEEP), trial.state.is_finished()
             if folder == str(self.folder):
                 own[trial.user_attrs[_JOB]] = is_done
-                counted += is_done
+                counted += is_done and _LOST not in trial.user_attrs
             # Of a sweep that was killed; one that nobody here began is left to others.
             elif folder is not None and not is_done and not is_locked(Path(folder)):
-                _optuna().trial.Trial(study, trial._trial_id).set_user_attr(_LOST, True)
-                study.tell(trial.number, state=_state("FAIL"))
+                live(study, trial._trial_id).set_user_attr(_LOST, value=True)
+                study.tell(trial.number, state=_optuna().trial.TrialState.FAIL)
             else:
                 counted += _LOST not in trial.user_attrs
         todo = [number for number, is_done in own.items() if not is_done]
@@ -128,23 +131,6 @@ class Search:
             number += 1
         # Those between that are done end at once.
         return range(min(todo, default=0), max(todo, default=-1) + 1)
-
-    def _refuse_other(self, study: Any) -> None:  # noqa: ANN401
-        """Refuse a study whose values do not compare with those of this search."""
-        known = study.user_attrs.get(_METRIC, self.metric)
-        name, remedy = f"hydra.sweeper.study_name={self.study}", "type another name"
-        if (known, study.direction.name) != (self.metric, self._direction.upper()):
-            text = f"has values of {known}, {study.direction.name.lower()}d"
-            raise ConfigError(clip(f"{name}: {text}; {remedy}"))
-        compare = _optuna().distributions.check_distribution_compatibility
-        space = self._space()
-        for trial in study.get_trials(deepcopy=False):
-            for key in trial.distributions.keys() & space.keys():
-                try:
-                    compare(trial.distributions[key], space[key])
-                except ValueError:
-                    text = f"has {key} with other choices, or of another kind"
-                    raise ConfigError(clip(f"{name}: {text}; {remedy}")) from None
 
     def take(self, job: int) -> Any:  # noqa: ANN401
         """Give the trial of a job: the one that it has, as after a kill, or a new one."""
@@ -190,20 +176,18 @@ class Search:
 
     def tell(self, trial: Any, value: float | None) -> str | None:  # noqa: ANN401
         """Tell the study how a job ended; gives its state for the table, where it was pruned."""
-        study = self._study()
-        if study.get_trials(deepcopy=False)[trial.number].user_attrs.get(PRUNED):
-            study.tell(trial.number, state=_state("PRUNED"))
-            return PRUNED
-        if value is None:
-            study.tell(trial.number, state=_state("FAIL"))
-        else:
-            study.tell(trial.number, value)
-        return None
+        study, states = self._study(), _optuna().trial.TrialState
+        is_pruned = PRUNED in study.get_trials(deepcopy=False)[trial.number].user_attrs
+        state = states.COMPLETE
+        if is_pruned or value is None:
+            value, state = None, states.PRUNED if is_pruned else states.FAIL
+        study.tell(trial.number, value, state=state)
+        return PRUNED if is_pruned else None
 
     def write_found(self) -> str | None:
         """Write the best values into the sweep's folder; gives them in a line, if there are any."""
         study = self._study()
-        complete = study.get_trials(deepcopy=False, states=[_state("COMPLETE")])
+        complete = study.get_trials(deepcopy=False, states=[_optuna().trial.TrialState.COMPLETE])
         if not complete:
             return None
         best, values = study.best_trial, dict[str, Any]()
@@ -262,7 +246,8 @@ def _made(key: str, settings: Mapping[str, Any] | None) -> Any:  # noqa: ANN401
             return instantiate(settings)
     except HydraException as error:
         cause = error.__cause__ or error
-        raise ConfigError(clip(f"hydra.sweeper.{key}: {str(cause).splitlines()[0]}")) from None
+        text = " ".join(str(cause).split())
+        raise ConfigError(clip(f"hydra.sweeper.{key}: {text}")) from None
 
 
 def sweep_mode(config: RunConfig) -> Literal["min", "max"]:
@@ -275,20 +260,18 @@ def live(study: Any, number: int) -> Any:  # noqa: ANN401
     return _optuna().trial.Trial(study, number)
 
 
-def _state(name: str) -> Any:  # noqa: ANN401
-    return getattr(_optuna().trial.TrialState, name)
-
-
 def _distribution(override: Override) -> Any:  # noqa: ANN401
     """Turn an override of several values into what Optuna draws from."""
     kinds, value = _optuna().distributions, override.value()
-    low: Any = None
+    low: Any
+    high: Any
+    more: dict[str, Any]
     if isinstance(value, IntervalSweep):
         low, high, more = value.start, value.end, {"log": "log" in value.tags}
     elif isinstance(value, RangeSweep) and value.step > 0:
-        points = [*value.range()]
+        points: Any = [*value.range()]
         low, high, more = points[0], points[-1], {"step": value.step}
-    if low is None:
+    else:
         # As they are typed, so that lists and mappings are choices too; a study wants one order.
         return kinds.CategoricalDistribution(sorted({*values_of(override)}))
     if isinstance(low, int) and isinstance(high, int):
