@@ -56,6 +56,6 @@ class OptunaSweeper(Sweeper):
                 print_out(f"{best}\n")
 
 
-def register() -> None:
+def register_sweeper() -> None:
     """Let Hydra find the sweeper."""
     Plugins.instance().class_name_to_class[OPTUNA] = OptunaSweeper

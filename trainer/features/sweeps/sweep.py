@@ -40,7 +40,7 @@ from trainer.core.run_folder import GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolde
 from trainer.core.signals import raise_on_interrupt
 from trainer.features.sweeps import launchers, table
 from trainer.features.sweeps.jobs import SAFE_PATH, STOP_FILE, Sweep, SweepTask, passing_signals_on
-from trainer.features.sweeps.optuna_sweeper import OPTUNA, register
+from trainer.features.sweeps.optuna_sweeper import OPTUNA, register_sweeper
 from trainer.features.sweeps.search import Search, sweep_mode
 
 _LOGGING = "hydra/hydra_logging"
@@ -57,7 +57,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
     overrides, wrong = parse(lines, is_typed=True)
     interrupted = failed = False
     with composer.open(overrides) as hydra:
-        register()
+        register_sweeper()
         sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
         raise_on_interrupt()
         durable.make_folders(sweep.folder)
