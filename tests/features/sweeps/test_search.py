@@ -63,6 +63,8 @@ def test_bad_jobs_end_early_and_a_study_in_a_file_goes_on_with_the_next_command(
     best = min(float(row["eval_loss"]) for row in rows if row["rank"])
     assert found["best_value"] == best
 
+    if more:
+        return
     # A job of a sweep that was killed
     with sqlite3.connect("study.db") as database:
         database.execute("UPDATE trials SET state='RUNNING' WHERE number=2")
