@@ -77,6 +77,7 @@ def backend() -> ModuleType:
         "memory_reserved": 0,
         "memory_allocated": 0,
         "max_memory_allocated": 123_456,
+        "max_memory_reserved": 123_456,
         "get_amp_supported_dtype": [torch.bfloat16, torch.float16, torch.float32],
         "memory_summary": "none",
     }

@@ -28,10 +28,9 @@ COMMAND_HELP: Mapping[str, str] = {
     **{name: view.help for name, view in views().items()},
     **{name: each.help for name, each in feature_commands().items()},
     "recipes": "list recipes with purpose, cost and measured result",
-    "doctor": "print versions, devices, limits and folders, to paste into an issue",
 }
 
-PAGE_WORDS = ("help", *views(), *feature_commands(), "recipes", "doctor")
+PAGE_WORDS = ("help", *views(), *feature_commands(), "recipes")
 """Commands, and the help, that compose no config."""
 
 _SHOWING = ("--help", "--version", "--info", "--shell-completion")

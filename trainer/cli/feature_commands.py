@@ -75,6 +75,8 @@ def read_settings(
         if key not in settings or not equals:
             takes = ", ".join(f"{each}=" for each in settings)
             hint = hints.get(key, did_you_mean(key, settings))
+            if not settings:
+                raise ConfigError(clip(f"{line}: train {command} takes no settings; leave it out"))
             raise ConfigError(clip(f"{key}: no setting of train {command}.{hint} It takes {takes}"))
         words = words_of(settings[key])
         if words and value not in words:

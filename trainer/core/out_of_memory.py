@@ -7,7 +7,8 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import final
 
 import torch
@@ -95,6 +96,10 @@ def begin_peak(device: torch.device) -> None:
     if gpu.is_gpu(device):
         release_memory()
         gpu.backend().reset_peak_memory_stats(device)
+    else:
+        # On Linux the peak of resident memory begins anew by that.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def release_memory() -> None:

@@ -61,6 +61,11 @@ def device_names() -> dict[torch.device, str]:
     return {torch.device("cpu"): "memory", **gpus}
 
 
+def device_name(device: torch.device) -> str:
+    """Name the card or processor that a device is."""
+    return gpu.name_of(device) or cpu_model()
+
+
 def git_revision(folder: Path) -> dict[str, Any] | None:
     """Name the `commit` checked out in a folder, and count `changed_files`, None if not known.
 

@@ -21,10 +21,10 @@ import torch
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from trainer.config.messages import clip
-from trainer.core import durable, gpu
+from trainer.core import durable
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
-from trainer.report.records import cpu_model
+from trainer.report.records import device_name
 from trainer.tune.flops import ComputeCounts
 from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.workload import Workload
@@ -144,7 +144,7 @@ def measurement_key(work: Workload, length: int, counts: ComputeCounts | None) -
         "length": length,
         "precision": model.precision,
         "compiled": work.compiled,
-        "device": gpu.name_of(model.device) or cpu_model(),
+        "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -12,6 +12,8 @@ from typing import final
 import torch
 
 from trainer.core import gpu
+from trainer.report.records import device_name
+from trainer.tune import history
 from trainer.tune.peak_bytes import MemoryEstimate
 
 # Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the
@@ -20,6 +22,7 @@ RESERVE = {"gpu": 0.08, "cpu": 0.10}
 # What a GPU leaves alone at least, up to a share: workspaces of cuBLAS, NCCL, and kernels that are
 # loaded when they are first used take as much on a small card as on a large one
 GPU_RESERVE, MOST_RESERVE = 3 * 2**29, 0.25
+LEARNT_MARGIN = 0.02  # beyond the most that a run took of what was predicted
 # Bytes on top of each byte of activations: on a CPU allocators and scratch inside of kernels take
 # 24 to 98 % more, and who takes too much there is killed
 OVERHEAD = {"gpu": 0.0, "cpu": 1.0}
@@ -65,10 +68,16 @@ def memory_limit(
         left, source = min(_host_limits(root))
         if local_ranks > 1:
             left, source = left // local_ranks, f"{source}, shared by {local_ranks} ranks"
-    reserve = reserve_share(gpu.kind_of(device), left)
+    reserve, why = reserve_share(gpu.kind_of(device), left), ""
+    # Of a typed limit nobody knows which card it is for.
+    measured = None if asked is not None else history.excess_of(device_name(device))
+    if measured is not None:
+        excess, count = measured
+        reserve = learnt_reserve(gpu.kind_of(device), left, excess)
+        why = f", as {count} runs took up to {excess:+.0%} of what was predicted"
     return MemoryLimit(
         bytes=resident_bytes + int(left * (1 - reserve)),
-        source=f"{source}, {reserve:.0%} kept free",
+        source=f"{source}, {reserve:.0%} kept free{why}",
         reserve=reserve,
         overhead=OVERHEAD[gpu.kind_of(device)],
     )
@@ -80,6 +89,17 @@ def reserve_share(kind: str, left: int) -> float:
     if kind == "gpu" and left > 0:
         share = max(share, min(GPU_RESERVE / left, MOST_RESERVE))
     return share
+
+
+def learnt_reserve(kind: str, left: int, excess: float) -> float:
+    """Give the share that is left alone where runs took so much more than was predicted.
+
+    A card may then have more than by default, for its fragmentation is part of what runs took.
+    What else a machine does nobody has measured.
+    """
+    needed = max(excess, 0.0) / (1 + max(excess, 0.0)) + LEARNT_MARGIN
+    least = min(GPU_RESERVE / max(left, 1), MOST_RESERVE) if kind == "gpu" else RESERVE["cpu"]
+    return min(max(needed, least), MOST_RESERVE)
 
 
 def _host_limits(root: Path) -> Iterator[tuple[int, str]]:

@@ -7,10 +7,13 @@ from itertools import islice
 from typing import Any
 
 from trainer.core.format import duration, number, percent, plural, size
+from trainer.core.rows import join_parts
 from trainer.features.page.saved_run import SavedRun, as_list, as_mapping, numbers_of
+from trainer.report.journal import is_number
 
 Piece = tuple[str, str, float]
 """A part of a bar: its name, how much it is in words, and its share of the bar."""
+LEAST_RUNS = 2  # that are compared
 MOST_RANKS, MOST_BLOCKS = 8, 160  # of the plan that are drawn
 _TIMES = {
     "data": "waiting for samples",
@@ -71,6 +74,9 @@ def _block(shape: Mapping[str, Any], noun: str) -> PlanBlock:
 def memory(run: SavedRun) -> dict[str, Any]:
     """Set predicted, measured and allowed memory side by side."""
     record, measured = numbers_of(run.plan), run.peak_bytes()
+    # On a CPU the peak is of the whole process, libraries and data included.
+    figures = numbers_of(as_mapping(run.result.get("predicted")).get("this_run"))
+    measured = figures.get("measured_bytes") or measured
     predicted, limit = record.get("predicted_peak_bytes"), record.get("memory_limit_bytes")
     whole = max(predicted or 0.0, measured or 0.0)
     if not whole:
@@ -83,6 +89,7 @@ def memory(run: SavedRun) -> dict[str, Any]:
         # Beside a longer one the other bars would be slivers.
         if limit <= 4 * whole:
             bars["limit"], whole = limit, max(whole, limit)
+    note = join_parts(note, _here(run, "bytes")) or ""
     pieces, drawn = list[Piece](), list[tuple[str, list[Piece], str]]()
     for name, value in numbers_of(run.plan.get("memory_parts")).items():
         if value:
@@ -110,4 +117,20 @@ def times(run: SavedRun) -> dict[str, Any]:
         return {}
     steps = plural(whole.get("steps", 0), "step")
     note = f"{duration(whole.get('step_seconds'))} a step, mean of {steps}"
+    own = numbers_of(as_mapping(run.result.get("predicted")).get("this_run"))
+    if predicted := own.get("predicted_seconds"):
+        note += f", predicted {duration(predicted)}"
+    note = join_parts(note, _here(run, "seconds")) or ""
     return {"note": note, "shares": shares, "rows": rows}
+
+
+def _here(run: SavedRun, name: str) -> str:
+    """Say what runs on its machine took of what was predicted, of `bytes` or `seconds`."""
+    shares = list[float]()
+    for share in as_list(as_mapping(run.result.get("predicted")).get(f"{name}_over_predicted")):
+        if is_number(share):
+            shares.append(share)
+    if len(shares) < LEAST_RUNS:
+        return ""
+    least, most = percent(min(shares)), percent(max(shares))
+    return f"{len(shares)} runs on this machine took {least} to {most} of what was predicted"
