@@ -8,6 +8,8 @@ Nothing is downloaded. The folder gets, of the docstrings of the standard librar
 * chat.jsonl: `messages`, a question about a function and the first sentence of its docstring,
 * topics.csv: `text` and `label`, a docstring and the package that it comes from,
 * summaries.jsonl: `document` and `summary`, a docstring and its first sentence,
+* similar.csv: `sentence1`, `sentence2` and a `score` of 0 to 5: a first sentence with what follows it
+  (5), with that of another docstring of its module (3), and with that of one of another package (0),
 * tokenizer/: byte-pair encoding of 2,048 ids, trained on them, with a chat template.
 """
 
@@ -17,12 +19,14 @@ import ast
 import csv
 import inspect
 import json
+import random
 import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+SIMILAR = 1500  # first sentences of which pairs are made
 TOPICS = 6  # packages, those with most docstrings
 LEAST = 40  # characters of a docstring
 TEMPLATE = (
@@ -51,6 +55,23 @@ def docstrings() -> Iterator[tuple[str, str, str]]:
             if len(text) >= LEAST and text not in seen:
                 seen.add(text)
                 yield module.partition(".")[0], f"{module}.{node.name}", text
+
+
+def similar(found: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, int]]:
+    """Yield two texts and how near each other they are, from 0 to 5."""
+    draw, modules = random.Random(0), dict[str, list[str]]()
+    parts = [(p, n.rpartition(".")[0], *t.partition("\n\n")[::2]) for p, n, t in found]
+    parts = [each for each in parts if len(each[3]) >= LEAST]
+    for _, module, first, _ in parts:
+        modules.setdefault(module, []).append(first)
+    for package, module, first, rest in draw.sample(parts, min(len(parts), SIMILAR)):
+        yield first, rest, 5
+        near = [text for text in modules[module] if text != first]
+        if near:
+            yield first, draw.choice(near), 3
+        far = draw.choice(parts)
+        if far[0] != package:
+            yield first, far[2], 0
 
 
 def main(folder: Path) -> None:
@@ -86,6 +107,10 @@ def main(folder: Path) -> None:
         rows = csv.writer(stream)
         rows.writerow(["text", "label"])
         rows.writerows((text, package) for package, _, text in found if package in topics)
+    with (folder / "similar.csv").open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["sentence1", "sentence2", "score"])
+        rows.writerows(similar(found))
     special = ["<s>", "</s>", "<pad>", "<mask>", "<|user|>", "<|assistant|>", "<|system|>"]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -104,7 +104,7 @@ class TwoPass(GradientStrategy):
 
 def by_coupling(objective: Objective) -> GradientStrategy:
     """Take two passes where the objective gives rows of samples that it couples, else one."""
-    return TwoPass(objective) if isinstance(objective, CoupledObjective) else Sum()
+    return TwoPass(objective) if objective.coupling.kind == "batch" else Sum()
 
 
 def too_few(objective: CoupledObjective, what: str) -> str:

@@ -13,9 +13,9 @@ from trainer.core.errors import ConfigError
 from trainer.core.run_folder import RunFolder
 
 Mode = Literal["auto", "min", "max"]
-_LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
+_LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "spearman", "match", "top"}
 _SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
-_NAMES = ("loss", *METRIC_NAMES, "top_5", "exact_match", "recall_at_1")
+_NAMES = ("loss", *METRIC_NAMES, "top_5", "exact_match", "recall_at_1", "spearman")
 
 
 def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", "max"]:

@@ -36,7 +36,7 @@ def save(kind: str) -> None:
     transformers.AutoModel.from_config(config(**settings)).save_pretrained("model")
     save_tokenizer(Path("model"), 300)
     pairs = zip(QUERIES, PASSAGES, strict=True)
-    records = [{"query": query, "passage": passage, "negative": "a"} for query, passage in pairs]
+    records = [{"query": query, "passage": passage, "note": "a"} for query, passage in pairs]
     write_lines(Path("pairs.jsonl"), records)
 
 

@@ -18,7 +18,7 @@ from trainer.config.components import Positive
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, output_part
-from trainer.features.contrastive.text_pairs import content_digests, embed
+from trainer.features.contrastive.text_pairs import NEGATIVES, content_digests, embed
 from trainer.objectives.base import ModelCall, Sums, at_least_single
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.text_output import TextOutput
@@ -28,7 +28,10 @@ SIDES = (("query", "document"), ("text_embeds", "image_embeds"))
 SCALE, BIAS = "logit_scale", "logit_bias"
 """Of the model, as in CLIP and SigLIP: the logarithm of what cosines are multiplied by, and what is
 added to them then."""
-DIGESTS = "digests"  # of a sample's texts and image, among its rows
+DIGESTS = "digests"  # of a sample's pair of texts, its image and its ids, among its rows
+NEGATIVE_DIGESTS = "negative_digests"  # of the texts of its hard negatives
+IDS = ("id", "anchor_id", "positive_id")
+"""Fields of one whole number: samples in which one is equal are no negatives of each other."""
 FIXED = 0.05  # temperature of a model without a scale
 MAX_LOG_SCALE = math.log(100)  # of the scale, as in CLIP; beyond it training is unstable
 RECALLED = (1, 5, 10)
@@ -43,12 +46,15 @@ class Contrastive(CoupledObjective):
     Scores are cosines times a scale, in fp32 at least. InfoNCE is the mean of two cross entropies,
     each query's document among all documents and each document's query among all queries. SigLIP's
     is the binary cross entropy of all pairs. Both are divided by the number of samples. Samples
-    with an equal text (`input_ids` and `attention_mask`) or image (`pixel_values`) are not
-    negatives of each other.
+    with an equal text (`input_ids` and `attention_mask`), image (`pixel_values`) or id are not
+    negatives of each other. Without `symmetric` a document's query is not looked for.
+
+    Hard negatives of all samples are documents too that a query could find; they look for none. A
+    text is none of a query that it is the document of, in this sample or in one of those above.
 
     Metrics of an evaluation are `recall_at_1`, `_5` and `_10`: the share of queries whose document
-    is among so many with the highest scores, of all documents that are held out. A tie counts
-    against it; of `k` pairs or fewer `recall_at_k` is 1. `scale` is that of the step.
+    is among so many with the highest scores, of all documents, and negatives, that are held out. A
+    tie counts against it; of `k` texts or fewer `recall_at_k` is 1. `scale` is that of the step.
     """
 
     coupling = Coupling("batch", why="it compares all samples of a step")
@@ -57,6 +63,7 @@ class Contrastive(CoupledObjective):
 
     loss: Literal["infonce", "siglip"] | None = None
     temperature: Positive | None = None
+    symmetric: bool = True
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count samples."""
@@ -69,10 +76,17 @@ class Contrastive(CoupledObjective):
         Gives `query` and `document`, `(samples, width)` of length 1; once for each sample the
         model's scale and bias; and the digests of its contents.
         """
+        if "score" in fields:
+            raise ConfigError(
+                "objective=contrastive: takes every pair as a positive, and these have a score: "
+                "type objective=cosent, or 'data.columns={score:null}'"
+            )
         output = embed(model, fields)
         sides = embeddings_of(output)
         query, document = (F.normalize(at_least_single(side), dim=-1) for side in sides)
         rows = {"query": query, "document": document}
+        if isinstance(negatives := output_part(output, NEGATIVES), Tensor):
+            rows[NEGATIVES] = F.normalize(at_least_single(negatives), dim=-1)
         for name in (SCALE, BIAS):
             value = output_part(output, name)
             # A root's own parameters are there after its forward, sharded or not.
@@ -90,8 +104,7 @@ class Contrastive(CoupledObjective):
                     "or give it another name"
                 )
             rows[name] = at_least_single(value.reshape(())).expand(len(sides[0]))
-        if (digests := content_digests(fields)) is not None:
-            rows[DIGESTS] = digests
+        rows |= _digests_of(fields, rows)
         return rows
 
     def predict(
@@ -102,26 +115,16 @@ class Contrastive(CoupledObjective):
         Raises:
             ConfigError: the model gives no embedding.
         """
-        output = embed(model, fields)
-        sides = dict[str, list[list[float]]]()
-        for name in chain.from_iterable(SIDES):
-            side = output_part(output, name)
-            if isinstance(side, Tensor):
-                sides[name] = F.normalize(at_least_single(side), dim=-1).tolist()
-        if not sides:
-            embeddings_of(output)  # which says what it takes
-        found = list[dict[str, Any]]()
-        for embeddings in zip(*sides.values(), strict=True):
-            prediction: Any = dict(zip(sides, embeddings, strict=True))
-            if len(sides) == 1:
-                (prediction,) = embeddings
-            found.append({"prediction": prediction})
-        return found
+        return embeddings_by_name(embed(model, fields))
 
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
         """See the base class; SigLIP's loss needs a model with scale and bias to learn."""
         query, document, count = rows["query"], rows["document"], len(rows["query"])
-        pairs = query, document, rows.get(DIGESTS, query.new_zeros(count, 0))
+        documents, none = document, query.new_zeros(count, 0)
+        if NEGATIVES in rows:
+            documents = torch.cat([document, rows[NEGATIVES].flatten(0, 1)])
+        digests, of_negatives = rows.get(DIGESTS, none), rows.get(NEGATIVE_DIGESTS, none)
+        pairs = query, documents, digests, of_negatives
         loss = self.loss or ("siglip" if BIAS in rows else "infonce")
         if loss == "siglip" and (BIAS not in rows or (SCALE not in rows and not self.temperature)):
             raise ConfigError(
@@ -144,14 +147,34 @@ class Contrastive(CoupledObjective):
             (sums,) = _by_chunks(_softplus, *pairs, scale, bias)
             total = torch.cat(sums).sum() - own.sum()
         else:
-            queries, documents = _by_chunks(_log_sums, *pairs, scale, bias)
-            both = torch.cat(queries) + torch.stack(documents).logsumexp(0)
-            total = (both / 2 - own).sum()
+            of_queries, of_documents = _by_chunks(_log_sums, *pairs, scale, bias)
+            log_sums = torch.cat(of_queries)
+            if self.symmetric:
+                log_sums = (log_sums + torch.stack(of_documents).logsumexp(0)) / 2
+            total = (log_sums - own).sum()
         # Times the samples, by whose number metrics are divided
         metrics = {"scale": scale.detach() * count}
         if not torch.is_grad_enabled():
             metrics |= _recalls(*pairs)
         return Sums(losses={"contrastive": total}, metrics=metrics)
+
+
+def embeddings_by_name(output: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401 - as below
+    """Give the embedding of each sample as a prediction; of two sides both by name."""
+    sides = dict[str, list[list[float]]]()
+    for name in chain.from_iterable(SIDES):
+        side = output_part(output, name)
+        if isinstance(side, Tensor):
+            sides[name] = F.normalize(at_least_single(side), dim=-1).tolist()
+    if not sides:
+        embeddings_of(output)  # which says what it takes
+    found = list[dict[str, Any]]()
+    for embeddings in zip(*sides.values(), strict=True):
+        prediction: Any = dict(zip(sides, embeddings, strict=True))
+        if len(sides) == 1:
+            (prediction,) = embeddings
+        found.append({"prediction": prediction})
+    return found
 
 
 def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - models return what they like
@@ -173,6 +196,19 @@ def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - model
     )
 
 
+def _digests_of(fields: Fields, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give digests of what a sample and its hard negatives hold, where it is known."""
+    contents, found = content_digests(fields), dict[str, Tensor]()
+    parts = [] if contents is None else [contents]
+    num_texts = 2 + rows[NEGATIVES].shape[1] if NEGATIVES in rows else None
+    if contents is not None and contents.shape[1] == num_texts:
+        parts, found[NEGATIVE_DIGESTS] = [contents[:, :2]], contents[:, 2:]
+    parts += [fields[name].view(-1, 1) for name in IDS if name in fields]
+    if parts:
+        found[DIGESTS] = torch.cat(parts, 1)
+    return found
+
+
 def _by_chunks(
     compute: Callable[..., Sequence[Tensor]], query: Tensor, *others: Tensor
 ) -> list[tuple[Tensor, ...]]:
@@ -188,32 +224,59 @@ def _scores(
     query: Tensor,
     document: Tensor,
     digests: Tensor,
+    of_negatives: Tensor,
     scale: Tensor | float = 1.0,
     bias: Tensor | float = 0.0,
 ) -> Tensor:
-    """Score a chunk of queries; -inf where another sample is no negative."""
+    """Score a chunk of queries; -inf where a document is no negative."""
     chunk = slice(start, start + SCORE_ROWS)
     is_equal = (digests[chunk, None] == digests).any(-1)
+    # A document that is the query itself, where both are texts
+    if digests.shape[1] > 1:
+        is_equal |= digests[chunk, :1] == digests[:, 1]
+    if of_negatives.numel():
+        is_equal = torch.cat([is_equal, _known(is_equal, chunk, digests, of_negatives)], 1)
     # A sample equals itself, and its own pair counts.
     is_equal.diagonal(start).zero_()
-    return (query[chunk] @ document.T * scale + bias).masked_fill(is_equal, -math.inf)
+    scores = query[chunk] @ document.T * scale + bias
+    return scores.masked_fill(F.pad(is_equal, (0, len(document) - is_equal.shape[1])), -math.inf)
+
+
+def _known(is_equal: Tensor, chunk: slice, digests: Tensor, of_negatives: Tensor) -> Tensor:
+    """Mark the hard negatives that are none of a chunk of queries, `(queries, negatives)`.
+
+    They are the query itself, or the document of a sample that `is_equal`; or of their own sample.
+    """
+    queries, documents = digests[chunk, :1], digests[:, 1].contiguous()
+    texts = of_negatives.flatten()
+    # Equal documents are found at one place of their order, which no device has to be asked for.
+    ordered = documents.sort().values
+    own, other = (
+        torch.searchsorted(ordered, each).clamp(max=len(ordered) - 1) for each in (documents, texts)
+    )
+    counts = torch.zeros(is_equal.shape, device=texts.device).index_add(1, own, is_equal.float())
+    is_known = (counts[:, other] > 0) & (ordered[other] == texts)
+    return is_known | (queries == texts) | (of_negatives == documents[:, None]).flatten()
 
 
 def _log_sums(start: int, *pairs: Tensor) -> Sequence[Tensor]:
-    """Sum exponentials: of each query over documents, and of each document over these queries."""
+    """Sum exponentials: of each query over documents, and of each document over these queries.
+
+    The latter not of hard negatives, which belong to no query.
+    """
     scores = _scores(start, *pairs)
-    return scores.logsumexp(1), scores.logsumexp(0)
+    return scores.logsumexp(1), scores[:, : len(pairs[0])].logsumexp(0)
 
 
 def _softplus(start: int, *pairs: Tensor) -> Sequence[Tensor]:
     return (F.softplus(_scores(start, *pairs)).sum(1),)
 
 
-def _recalls(query: Tensor, document: Tensor, digests: Tensor) -> dict[str, Tensor]:
+def _recalls(query: Tensor, *others: Tensor) -> dict[str, Tensor]:
     """Count the queries whose own document is among the first by score."""
     ranks = []
     for start in range(0, len(query), SCORE_ROWS):
-        scores = _scores(start, query, document, digests)
+        scores = _scores(start, query, *others)
         own = scores.diagonal(start)
         # What is not a number is found by no query, however few documents there are.
         ranks.append((~(scores < own[:, None])).sum(1) + RECALLED[-1] * own.isnan())

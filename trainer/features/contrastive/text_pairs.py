@@ -14,25 +14,31 @@ from trainer.data.samples import INPUT_IDS, PIXEL_VALUES
 from trainer.models.facts import noted_facts
 from trainer.objectives.base import ModelCall, at_least_single
 
+NEGATIVES = "negatives"
+
 
 def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-    """Run a model; one that pools texts once for all those of pairs, `(samples, 2, time)`.
+    """Run a model; one that pools texts once for all those of samples, `(samples, texts, time)`.
 
-    Gives then `query` and `document`, `(samples, width)`, of its `last_hidden_state`; of samples of
-    one text, `(samples, 1, time)`, a `query` alone; else what the model gives.
+    Gives then `query` and `document`, `(samples, width)`, of its `last_hidden_state`, and
+    `negatives`, `(samples, texts - 2, width)`, where there are more; of samples of one text a
+    `query` alone; else what the model gives.
     """
     ids = fields.get(INPUT_IDS)
     module = getattr(model, "module", None)
     pooling = noted_facts(module).pooling if isinstance(module, nn.Module) else None
-    if pooling is None or ids is None or ids.shape[1:-1] not in {(1,), (2,)}:
+    if pooling is None or ids is None or ids.ndim != 3:  # noqa: PLR2004
         return model(fields)
     rows = dict(fields)
     for name, field in fields.items():
         if field.shape == ids.shape:
             rows[name] = field.flatten(0, 1)
     hidden = output_part(model(rows), "last_hidden_state")
-    sides = pooled(hidden, rows[ATTENTION_MASK], pooling).view(*ids.shape[:2], -1).unbind(1)
-    return dict(zip(("query", "document"), sides, strict=False))
+    texts = pooled(hidden, rows[ATTENTION_MASK], pooling).view(*ids.shape[:2], -1)
+    found = dict(zip(("query", "document"), texts.unbind(1), strict=False))
+    if texts.shape[1] > len(found):
+        found[NEGATIVES] = texts[:, 2:]
+    return found
 
 
 def content_digests(fields: Fields) -> Tensor | None:

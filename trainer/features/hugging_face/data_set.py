@@ -60,7 +60,9 @@ class HuggingFaceData(TwoSides):
     * `sent1`, `sent2`, `ending0` to `ending3`, `label`, or `question`, `choices`, `answer`:
       `(choices, time)`.
     * `anchor` and `positive`, or `query` and `document`, for an embedding: `(2, time)`. Both texts
-      are computed, as long as the longer one, so the length of the sample is twice that.
+      are computed, as long as the longer one, so the length of the sample is twice that. Behind
+      them stand hard negatives, of `negative`, or of labels such as those of NLI; `score` is a
+      field, and `id`, `anchor_id` and `positive_id` are digests.
     * `source` and `target`, or `document` and `summary`: `labels` of a length of their own.
 
     Records are held out by their ids, so that copies of one, and all samples of a document, stay
@@ -276,6 +278,7 @@ class HuggingFaceData(TwoSides):
             cut = int(np.count_nonzero(self._samples.lengths >= self._max_length))
         text = join_parts(
             f"{kind} ({', '.join(columns)})",
+            known.get("pairs"),
             count and f"{count:,} left out",
             divided
             and f"{plural(divided, 'conversation')} became {answers:,} samples, one for "

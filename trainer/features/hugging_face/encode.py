@@ -78,6 +78,8 @@ class RecordEncoder:
     # What becomes of longer ones
     overlong: Overlong
     fields_of: FieldsOf
+    # A role; records that are equal in it are copies. None are those of the same ids
+    group_by: str | None = None
 
     def encode(
         self, record: Mapping[str, Any] | ValueError
@@ -86,7 +88,8 @@ class RecordEncoder:
         if isinstance(record, ValueError):
             return record
         try:
-            fields = self.fields_of(self, self.format.take(record))
+            values = self.format.take(record)
+            fields = self.fields_of(self, values)
         except (TrainError, MemoryError):
             raise
         except ValueError as error:
@@ -103,8 +106,10 @@ class RecordEncoder:
                 found.append(each)
                 continue
             # All samples of a record stay on one side of a split, with those of its copies.
-            ids = np.asarray(each[INPUT_IDS], dtype=np.int64).tobytes()
-            group = group or hashlib.blake2b(ids, digest_size=16).digest()
+            shared = np.asarray(each[INPUT_IDS], dtype=np.int64).tobytes()
+            if self.group_by is not None:
+                shared = repr(values[self.group_by]).encode()
+            group = group or hashlib.blake2b(shared, digest_size=16).digest()
             found.append(Encoded(entry=packed_fields(each), group=group, kinds=kinds_of(each)))
         return found[::-1]
 

@@ -30,7 +30,8 @@ class Format:
     def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Give the values of a record by role; a ValueError where a column is missing."""
         for role, column in self.columns.items():
-            if column not in record and role not in _optional(self.name):
+            may_lack = role in _optional(self.name) or _is_repeated(self.name, role)
+            if column not in record and not may_lack:
                 has = ", ".join(map(repr, record)) or "none"
                 raise ValueError(f"no column {column!r}; it has {has}")
         return {role: record.get(column) for role, column in self.columns.items()}
@@ -64,11 +65,7 @@ def recognise(
     formats = [*_usual(task, learns=learns)]
     _check_typed(named, columns, task, formats)
     for name, usual in formats:
-        found = dict[str, str]()
-        for role, usual_column in usual.items():
-            column = named.get(role, usual_column)
-            if column in readable:
-                found[role] = column
+        found = _roles_in(readable, name, usual, named, learns=learns)
         # All that the format cannot do without, and all that was typed: a role of another
         # format that is typed says that this is not the one.
         needed = usual.keys() - _optional(name).keys()
@@ -83,6 +80,28 @@ def recognise(
         f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes {takes}; say "
         f"which they are, e.g. {_as_typed(_example(wanted, columns, named))}"
     )
+
+
+def _roles_in(
+    readable: Collection[str],
+    name: str,
+    usual: Mapping[str, str],
+    named: Mapping[str, str],
+    *,
+    learns: bool,
+) -> dict[str, str]:
+    """Give the columns that are there by role."""
+    found, optional = dict[str, str](), _optional(name)
+    for role, usual_column in usual.items():
+        column = named.get(role, usual_column)
+        # What is typed as another role, as `score: label`, is no role beside that.
+        is_other = role in optional and role not in named and column in named.values()
+        if column in readable and not is_other:
+            found[role] = column
+    for column in readable if learns else ():
+        if _is_repeated(name, column) and column not in named.values():
+            found[column] = column
+    return found
 
 
 def _wanted(formats: Sequence[tuple[str, Collection[str]]]) -> list[list[str]]:
@@ -107,7 +126,8 @@ def as_trained(
     stand in their place.
     """
     name, found = str(trained["name"]), dict[str, str]()
-    learned, optional = _learned(name), _optional(name)
+    learned = _learned(name, trained["columns"])
+    optional = {*_optional(name), *_FORMATS.get(name, {}).get("asked_beside", ())}
     roles = dict.fromkeys((*trained["columns"], *optional))
     for role in learned:
         roles.pop(role, None)
@@ -210,10 +230,20 @@ def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bo
             )
 
 
-def _learned(name: str) -> Collection[str]:
-    """Name the roles of what is learned."""
-    found: Collection[str] = _FORMATS.get(name, {}).get("learned", ())
+def _learned(name: str, trained: Collection[str] = ()) -> Collection[str]:
+    """Name the roles of what is learned, by a run that read those that are `trained`."""
+    words = _FORMATS.get(name, {})
+    found = [role for role in trained if _is_repeated(name, role)]
+    for role in words.get("learned", ()):
+        if words.get("asked_beside", {}).get(role) not in {*trained}:
+            found.append(role)
     return found
+
+
+def _is_repeated(name: str, column: str) -> bool:
+    """Whether a column is one more of a role that may have several, as `negative_1`."""
+    role: str | None = _FORMATS.get(name, {}).get("repeated")
+    return role is not None and re.fullmatch(rf"{role}_\d+", column) is not None
 
 
 def _optional(name: str) -> Mapping[str, str]:

@@ -260,24 +260,10 @@ def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) 
     if not is_asked and (not isinstance(label, int) or not 0 <= label < len(choices)):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
     found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)
-    fields: dict[str, Any] = {**_rows(found, pad_token_of(encoder.tokenizer))}
+    fields: dict[str, Any] = {**padded_rows(found, pad_token_of(encoder.tokenizer))}
     if not is_asked:
         fields[LABELS] = label
     return fields
-
-
-def pair_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
-    """Encode two texts that are to be near each other, as a row each; or the first alone."""
-    texts = [text_of(record, "anchor")]
-    if "positive" in record:
-        texts.append(text_of(record, "positive"))
-    found = encoder.tokenize(texts, return_attention_mask=True)
-    if not all(found[INPUT_IDS]):
-        raise ValueError("one of its texts has no tokens")
-    rows = _rows(found, pad_token_of(encoder.tokenizer))
-    # They are 0 of a single text, as a model that gets none takes them.
-    rows.pop(TYPE_IDS, None)
-    return rows
 
 
 def target_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
@@ -289,7 +275,7 @@ def target_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     return {INPUT_IDS: source[INPUT_IDS], LABELS: target[INPUT_IDS]}
 
 
-def _rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, list[list[int]]]:
+def padded_rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, list[list[int]]]:
     """Pad the rows of a sample to the longest."""
     longest = max(map(len, found[INPUT_IDS]))
     fills = {INPUT_IDS: pad_token, ATTENTION_MASK: 0, TYPE_IDS: 0}

@@ -226,6 +226,8 @@ def _objective(module: nn.Module, pooling: str | None, fields: Fields) -> tuple[
     why = f"as the model is made for {task}"
     if pooling:
         why = f"{why}, {pooling} pooling"
+    if task == "embedding" and "score" in fields:
+        return "cosent", f"{why}, and its pairs have scores"
     return TASKS[task].objective, why
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
 
+import numpy as np
+
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
 from trainer.data import index
@@ -22,7 +24,7 @@ from trainer.data.documents import SampleKind
 from trainer.data.files import progress
 from trainer.data.lines import FAULT_COLUMN, fault
 from trainer.data.samples import INPUT_IDS
-from trainer.features.hugging_face import chat_encoder, encode, label_encoders
+from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
 from trainer.features.hugging_face.formats import Format, as_trained, recognise
 from trainer.features.hugging_face.records import RecordSource, select
 
@@ -37,7 +39,6 @@ _OVERLONG: Mapping[str, Overlong] = {
 _WITHOUT_CLASSES = {
     "span": label_encoders.span_fields,
     "source and target": label_encoders.target_fields,
-    "pair": label_encoders.pair_fields,
 }
 
 
@@ -73,8 +74,9 @@ def cached_records(
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
     (the one that is trained on is the first), `other_parts` and columns that are `unread`, `runs`
     of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`, and
-    options that are `unused`, each with why; without labels also how many records each part has,
-    `num_records`, and `left_out`, by part the rows that are no samples, each with why.
+    options that are `unused`, each with why; of `pairs` what was found; without labels also how
+    many records each part has, `num_records`, and `left_out`, by part the rows that are no samples,
+    each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
     loaded, state = None, source.digest
@@ -86,9 +88,10 @@ def cached_records(
         with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
             form = _recognised(source, parts, options)
-            some = islice(_records(source, parts), _LOOKED_AT)
-            ignored = chat_encoder.unread_by_template(form, some, tokenizer, options.of_answers)
+            first = islice(_records(source, parts), _LOOKED_AT)
+            ignored = chat_encoder.unread_by_template(form, first, tokenizer, options.of_answers)
             fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
+            rows = facts.pop("rows", None)
             encoder = encode.RecordEncoder(
                 format=form,
                 is_json=source.kind == "json",
@@ -96,9 +99,14 @@ def cached_records(
                 max_length=options.max_length,
                 overlong=options.overlong or _OVERLONG.get(form.name, "cut"),
                 fields_of=fields_of,
+                # Records that make samples of each other stay on one side.
+                group_by="anchor" if rows is not None else None,
             )
             written = _Writer(source, encoder, add, skips=skips, notes=not options.learns)
-            counts = {p: written.add_part(p, r, options.max_samples) for p, r in parts.items()}
+            counts = dict[str, int]()
+            for part, records in parts.items():
+                some = rows[part] if rows is not None else None
+                counts[part] = written.add_part(part, records, options.max_samples, some)
         written.check(sum(counts.values()))
         facts |= {"format": form.name, "columns": form.columns, "kinds": written.kinds}
         facts |= {
@@ -179,6 +187,11 @@ def _fields_of(
     if form.name == "choices":
         count = _num_choices(form, _records(source, parts))
         return partial(label_encoders.choice_fields, num_choices=count), {}
+    if form.name == "pair":
+        classes = _stated(parts, form.columns.get("label")) or ()
+        read = partial(_by_role, source, parts, form)
+        pairs = pair_encoder.look_at_pairs(f"data.path={source.path}", form.columns, classes, read)
+        return pairs, {"pairs": pairs.text, "rows": pairs.rows}
     if form.name not in {"label", "tags"}:
         return _WITHOUT_CLASSES[form.name], {}
     encode_record: Any = label_encoders.label_fields
@@ -202,13 +215,32 @@ def _labels(
         # Cells of CSV are all text.
         if source.kind == "csv":
             values = label_encoders.labels_in(values, names)
-        feature = next(iter(parts.values())).features.get(column)
-        feature = getattr(feature, "feature", feature)  # of a list
-        stated = getattr(feature, "names", None)  # as `ClassLabel` states them
+        stated = _stated(parts, column)
         of_model, fixed = options.model_labels, options.label_names
         return label_encoders.find_labels(values, stated, of_model, fixed)
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
+
+
+def _stated(parts: Mapping[str, Any], column: str | None) -> Sequence[str] | None:
+    """Give the names of classes that the type of a column states, as `ClassLabel` does."""
+    feature = next(iter(parts.values())).features.get(column)
+    feature = getattr(feature, "feature", feature)  # of a list
+    names: Sequence[str] | None = getattr(feature, "names", None)
+    return names
+
+
+def _by_role(
+    source: RecordSource, parts: Mapping[str, Any], form: Format
+) -> Iterator[tuple[str, int, encode.RoleValues]]:
+    """Give all records by role with part and row; by no role those that are bad."""
+    for part, records in parts.items():
+        for row, record in enumerate(_records(source, {part: records})):
+            values: encode.RoleValues = {}
+            if not isinstance(record, ValueError):
+                with suppress(ValueError):
+                    values = form.take(record)
+            yield part, row, values
 
 
 def _num_choices(form: Format, records: Iterator[Any]) -> int:
@@ -249,9 +281,22 @@ class _Writer:
         # By part, the first row and the number of records that were kept one after the other
         self.runs: dict[str, list[list[int]]] = {}
 
-    def add_part(self, part: str, records: Any, most: int | None) -> int:  # noqa: ANN401 - a Dataset
-        """Add the records of a part, and count those that are kept; a bad one is a DataError."""
+    def add_part(
+        self,
+        part: str,
+        records: Any,  # noqa: ANN401 - a Dataset
+        most: int | None,
+        some: Sequence[int] | None = None,
+    ) -> int:
+        """Add the records of a part, and count those that are kept; a bad one is a DataError.
+
+        Of some rows alone, where others are read with them.
+        """
+        if some is not None:
+            records = records.select(some)
         records, rows = select(records, most)
+        if some is not None:
+            rows = np.asarray(some)[rows]
         runs = self.runs.setdefault(part, [])
         count, label = 0, f"tokenising {Path(self._source.path).name}"
         encoded = closing(self._encoder.run(records))
