@@ -8,8 +8,8 @@ Nothing is downloaded. The folder gets, of the docstrings of the standard librar
 * chat.jsonl: `messages`, a question about a function and the first sentence of its docstring,
 * topics.csv: `text` and `label`, a docstring and the package that it comes from,
 * summaries.jsonl: `document` and `summary`, a docstring and its first sentence,
-* similar.csv: `sentence1`, `sentence2` and a `score` of 0 to 5: a first sentence with what follows it
-  (5), with that of another docstring of its module (3), and with that of one of another package (0),
+* similar.csv: `sentence1`, `sentence2` and a `score`: a first sentence with what follows it (5),
+  with that of another docstring of its module (3), and with that of one of another package (0),
 * tokenizer/: byte-pair encoding of 2,048 ids, trained on them, with a chat template.
 """
 

@@ -39,8 +39,8 @@ def shown(data: Any) -> str:
 @pytest.mark.parametrize(
     ("task", "record", "column"),
     [
-        ("embedding", {**PAIR, "score": 0.1}, "score"),
-        ("embedding", {**PAIR, "label": 0}, "label"),
+        ("embedding", {**PAIR, "similarity": 0.1}, "similarity"),
+        ("embedding", {**PAIR, "labels": 0}, "labels"),
         ("causal_lm", {**CHAT, "weight": 0.5}, "weight"),
         ("causal_lm", {"prompt": "a", "completion": "b", "label": False}, "label"),
         ("causal_lm", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
