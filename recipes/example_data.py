@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-SIMILAR = 1500  # first sentences of which pairs are made
+SIMILAR = 400  # first sentences of which pairs are made
 TOPICS = 6  # packages, those with most docstrings
 LEAST = 40  # characters of a docstring
 TEMPLATE = (

@@ -106,6 +106,8 @@ def furnish_workshop() -> None:
         for i, text in enumerate(TEXTS):
             Path(folder, f"{i}.txt").write_text(text)
     write_lines(Path("text_pairs.jsonl"), [{"anchor": t, "positive": t[::-1]} for t in TEXTS])
+    scored = [f"{text},{text[::-1]},{i % 6}" for i, text in enumerate(TEXTS)]
+    Path("scored_pairs.csv").write_text("\n".join(["sentence1,sentence2,score", *scored]) + "\n")
     np.arange(20_000, dtype=np.uint16).tofile("tokens.bin")
     for part in ("train", "val"):
         draw_pictures(Path("photos", part))

@@ -60,6 +60,8 @@ SAID = {  # what other trainers, and newcomers, call it; a page that begins with
     "image classifier": "how-to/images",
     "transfer learning": "how-to/pretrained-images",
     "embeddings": "how-to/contrastive",
+    "triplets": "how-to/text-pairs",
+    "sentence-transformers": "how-to/text-pairs",
     "mixture of experts": "how-to/experts",
     "Jupyter": "how-to/notebook",
     "config file": "how-to/share-a-recipe",

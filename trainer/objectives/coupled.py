@@ -8,7 +8,8 @@ again with a graph. An evaluation brings the rows of all that is held out togeth
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -46,6 +47,10 @@ class CoupledObjective(Objective):
         Args:
             rows: of all of them, in sample order; the same on every rank.
         """
+
+    def row_predictions(self, rows: Mapping[str, Tensor]) -> Sequence[tuple[Any, Any]]:
+        """Give label and prediction of each sample by its rows; see `predictions`."""
+        return ()
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Take one micro-batch for all there is."""

@@ -13,6 +13,7 @@ from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.objectives.base import ModelCall, Objective, sums_of, weights_of
+from trainer.objectives.coupled import CoupledObjective
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray
 from trainer.plan.partition import pad_lengths
@@ -33,7 +34,7 @@ def predict(
     loss terms, or None without one; `terms`, their number.
     """
     coupling, kind = objective.coupling, type(objective).__name__
-    if coupling.kind != "none":
+    if coupling.kind != "none" and not _tells_by_rows(objective):
         raise ConfigError(f"eval.predictions=true: {kind} gives no sample a loss: {coupling.why}")
     found: list[dict[str, Any]] = []
     for start in range(0, part.num_samples, EXCHANGED_AT_ONCE):
@@ -58,10 +59,16 @@ def _lines(
     model.gather()
     with forward_passes(model, part.loader, requests, world) as loaded:
         for place, loaded_fields in zip(places, loaded, strict=True):
-            call = _Recorder(model.call)
-            found = loss_of(objective, call, loaded_fields, world.device)
-            fields = to_device(loaded_fields, world.device)
-            label, prediction = next(iter(objective.predictions(call.output, fields)), (None, None))
+            call, fields = _Recorder(model.call), to_device(loaded_fields, world.device)
+            # A sample has no loss of its own where all are coupled.
+            found: dict[str, Any] = {"loss": None, "terms": 0}
+            if objective.coupling.kind == "none":
+                found = loss_of(objective, call, loaded_fields, world.device)
+            if isinstance(objective, CoupledObjective):
+                pairs = objective.row_predictions(objective.rows(model.call, fields))
+            else:
+                pairs = objective.predictions(call.output, fields)
+            label, prediction = next(iter(pairs), (None, None))
             line: dict[str, Any] = {"id": int(data.original_ids(place))}
             if (source := data.source_of(place)) is not None:
                 line["source"] = source
@@ -86,6 +93,12 @@ def loss_of(
     if found["terms"].is_integer():
         found["terms"] = int(found["terms"])
     return found
+
+
+def _tells_by_rows(objective: Objective) -> bool:
+    """Whether an objective that couples samples predicts something of each."""
+    method = getattr(type(objective), "row_predictions", None)
+    return method not in {None, CoupledObjective.row_predictions}
 
 
 def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON

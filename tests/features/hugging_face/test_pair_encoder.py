@@ -1,4 +1,4 @@
-"""What pairs of texts become: hard negatives are rows, labels make triplets, scores have a scale."""
+"""Hard negatives of pairs are rows, labels of pairs make triplets, scores have a scale."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_labels_make_triplets_of_which_no_first_text_is_on_both_sides(tmp_path):
     assert texts(opened(tmp_path, [{**r, "label": words[r["label"]]} for r in records])) == triplets
     many = [{**each, "premise": f"{each['premise']} {i}"} for i in range(40) for each in records]
     data = opened(tmp_path, many, holdout=0.3)
-    sides = [{row[0] for row in texts(side)} for side in (data, data.held_out())]
+    sides = [{row[0] for row in texts(side)} for side in data.splits().values()]
     assert len(sides[1]) > 5
     assert not sides[0] & sides[1]
 

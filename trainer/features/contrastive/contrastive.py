@@ -248,7 +248,7 @@ def _known(is_equal: Tensor, chunk: slice, digests: Tensor, of_negatives: Tensor
     They are the query itself, or the document of a sample that `is_equal`; or of their own sample.
     """
     queries, documents = digests[chunk, :1], digests[:, 1].contiguous()
-    texts = of_negatives.flatten()
+    texts = of_negatives.flatten().contiguous()
     # Equal documents are found at one place of their order, which no device has to be asked for.
     ordered = documents.sort().values
     own, other = (

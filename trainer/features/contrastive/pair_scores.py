@@ -64,6 +64,10 @@ class PairScores(CoupledObjective):
             metrics["pearson"] = _correlation(cosines, scores) * len(scores)
         return Sums(losses={"loss": self.loss_sum(cosines, scores)}, metrics=metrics)
 
+    def row_predictions(self, rows: Mapping[str, Tensor]) -> Sequence[tuple[Any, Any]]:
+        """Give score and cosine of each pair."""
+        return [*zip(rows[SCORE].tolist(), rows["cosine"].tolist(), strict=True)]
+
     def predict(
         self, model: ModelCall, fields: Fields, text: TextOutput
     ) -> Sequence[Mapping[str, Any]]:

@@ -155,12 +155,12 @@ def _labelled(place: str, column: str, classes: Sequence[str], read: Read) -> Pa
         for i, positive in enumerate(positives if negatives else ()):
             # Of a pair that is there twice, and in two parts, the first counts.
             by_label.setdefault((anchor, positive), negatives[i % len(negatives)])
-    said = ", ".join(f"{label} {_SHOWN[meanings[label]]}" for label in sorted(labels))
+    words = ", ".join(f"{label} {_SHOWN[meanings[label]]}" for label in sorted(labels))
     if not texts["positive"]:
-        raise DataError(f"{place}: column {column!r} has no positive ({said or 'no label'})")
+        raise DataError(f"{place}: column {column!r} has no positive ({words or 'no label'})")
     text = (
         f"{num_samples[1]:,} with a hard negative and {num_samples[0]:,} without, of "
-        f"{plural(num_records, 'record')} ({said})"
+        f"{plural(num_records, 'record')} ({words})"
     )
     return Pairs(num_negatives=int(bool(by_label)), by_label=by_label, rows=rows, text=text)
 
