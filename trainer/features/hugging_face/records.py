@@ -20,8 +20,6 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
@@ -30,7 +28,6 @@ from trainer.data import lines
 from trainer.data.files import OTHER, Listing, files_at, progress, reading
 from trainer.data.split import HELD_OUT_NAMES, TRAIN
 from trainer.features.hugging_face.model_folder import not_found
-from trainer.plan.cut import IntArray
 
 _KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), "json"),
@@ -310,14 +307,6 @@ def _partner(part: str, names: Sequence[str]) -> str | None:
         if begun:
             return begun[0]
     return None
-
-
-def select(records: Any, count: int | None) -> tuple[Any, IntArray]:  # noqa: ANN401 - a Dataset
-    """Take at most so many records, at even distances; gives them, and their numbers."""
-    if count is None or count >= len(records):
-        return records, np.arange(len(records))
-    rows = np.linspace(0, len(records) - 1, count, dtype=np.int64)
-    return records.select(rows), rows
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from trainer.data.lines import FAULT_COLUMN, fault
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
 from trainer.features.hugging_face.formats import Format, as_trained, recognise
-from trainer.features.hugging_face.records import RecordSource, select
+from trainer.features.hugging_face.records import RecordSource
+from trainer.plan.cut import IntArray
 
 _LOOKED_AT = 100
 """Records of JSON whose names are looked at to recognise the format."""
@@ -258,6 +259,14 @@ def _records(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
             yield from encode.records_of(batch, is_json=source.kind == "json")
 
 
+def _chosen(num_records: int, most: int | None, some: Sequence[int] | None) -> IntArray:
+    """Choose at most so many records, of all or some, at even distances; gives their numbers."""
+    rows = np.arange(num_records) if some is None else np.asarray(some, dtype=np.int64)
+    if most is None or most >= len(rows):
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, most, dtype=np.int64)]
+
+
 @final
 class _Writer:
     """Encodes the parts of a source one after the other into an index."""
@@ -292,11 +301,9 @@ class _Writer:
 
         Of some rows alone, where others are read with them.
         """
-        if some is not None:
-            records = records.select(some)
-        records, rows = select(records, most)
-        if some is not None:
-            rows = np.asarray(some)[rows]
+        rows = _chosen(len(records), most, some)
+        if len(rows) < len(records):
+            records = records.select(rows)
         runs = self.runs.setdefault(part, [])
         count, label = 0, f"tokenising {Path(self._source.path).name}"
         encoded = closing(self._encoder.run(records))
