@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from scipy import stats
 from torch import Tensor
 
 from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
 from tests.lib.nightly import slow
 from tests.lib.run_support import curve, go, state
+from trainer.features.contrastive.pair_scores import CoSENT, CosineSimilarity
+from trainer.objectives.text_output import TextOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -172,3 +175,24 @@ def test_the_step_is_that_of_a_plain_loop_over_the_whole_batch(case, capfd):
     for value, each in wrong:
         assert abs(value - expected) > WRONG
         assert error(each, gradient) > WRONG
+
+
+def test_correlations_are_those_of_scipy_with_ties_too():
+    torch.manual_seed(0)
+    rows = {"cosine": torch.randn(50).round(decimals=1).double(), "score": torch.rand(50).round()}
+    with torch.no_grad():
+        metrics = CoSENT().sums_of_rows(rows).metrics
+    given = [each.numpy() for each in rows.values()]
+    assert float(metrics["spearman"]) / 50 == pytest.approx(stats.spearmanr(*given)[0], rel=EXACT)
+    assert float(metrics["pearson"]) / 50 == pytest.approx(stats.pearsonr(*given)[0], rel=EXACT)
+
+
+def test_a_pair_has_a_cosine_in_predictions_and_a_text_alone_its_embedding():
+    sides = {"query": torch.tensor([[3.0, 0.0]]), "document": torch.tensor([[1.0, 1.0]])}
+    text = TextOutput()
+    (pair,) = CoSENT().predict(lambda _: sides, {}, text)
+    assert pair["prediction"] == pytest.approx(0.5**0.5)
+    (alone,) = CoSENT().predict(lambda _: {"query": sides["query"]}, {}, text)
+    assert alone["prediction"] == [1.0, 0.0]
+    rows = CosineSimilarity().rows(lambda _: sides, {"score": torch.tensor([0.5])})
+    assert CosineSimilarity().row_predictions(rows) == [(0.5, pytest.approx(0.5**0.5))]
