@@ -147,7 +147,7 @@ CASES = {
         ONE_WAY,
     ),
     "cosent": (SCORED, "objective=cosent objective.temperature=0.1", cosent, {}),
-    "cosine": (SCORED, "objective=cosine_similarity", squares, {}),
+    "cosine": (SCORED, "objective=cosine", squares, {}),
 }
 
 
