@@ -121,8 +121,10 @@ def _cosines(output: Any) -> Tensor:  # noqa: ANN401 - models return what they l
 
 def _ranks(values: Tensor) -> Tensor:
     """Rank values from 1; equal ones have the mean of their ranks."""
-    _, places, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[places]
+    found = values.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call] # untyped in torch
+    _, places, counts = found
+    ranks: Tensor = (counts.cumsum(0) - (counts - 1) / 2)[places]
+    return ranks
 
 
 def _correlation(one: Tensor, other: Tensor) -> Tensor:
