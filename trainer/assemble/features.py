@@ -24,8 +24,10 @@ from trainer.core.world import World
 from trainer.data.shown import ShownSample
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Plan
+from trainer.report.metrics import Means
 from trainer.training.batches import Feed
 from trainer.training.context import Measuring
+from trainer.training.data import HeldOut
 
 if TYPE_CHECKING:
     from trainer.assemble.run import Run
@@ -126,6 +128,14 @@ class Feature:
         """Change the model for an evaluation, inside the block alone. Collective."""
         return nullcontext()
 
+    def further_means(self, run: OpenRun, held_out: Mapping[str, HeldOut]) -> Means:
+        """Give further means over what is held out, by names of parts that no other has.
+
+        Called ahead of every evaluation, whose line they stand in, outside of `evaluating`.
+        Collective; `Preempted` ends the run.
+        """
+        return {}
+
     def after_evaluation(self, run: OpenRun) -> None:
         """Look further at a model in training, within `evaluating`. Collective.
 
@@ -200,6 +210,13 @@ class Features:
             for feature in self:
                 opened.enter_context(feature.evaluating(model, feed))
             yield
+
+    def further_means(self, run: OpenRun, held_out: Mapping[str, HeldOut]) -> Means:
+        """Let all of them evaluate the model otherwise. Collective."""
+        found: Means = {}
+        for feature in self:
+            found = {**found, **feature.further_means(run, held_out)}
+        return found
 
     def after_evaluation(self, run: OpenRun) -> None:
         """Have all of them look at a model that was evaluated. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def open_run(
     store: CheckpointStore,
     saved: Saved,
     terms: Terms,
-    own: Mapping[str, Stateful],
+    own: dict[str, Stateful],
     stop: Callable[[], bool],
 ) -> Iterator[OpenRun]:
     """Give every part of a run the state it begins, or goes on, with; close it all. Collective.
@@ -49,7 +49,8 @@ def open_run(
     measured: dict[str, Stateful] = {}  # by features; any of it may begin anew
     for feature in run.features:
         measured |= feature.saved_parts()
-    own = {**measured, **own}
+    # Behind those of the user, which may change weights that these look at
+    own |= measured
     if isinstance(sizes := run.data.order.sizes, Stateful):
         own = {**own, SIZES: as_part(sizes)}
     context = step_context(run, on_out_of_memory=failed, parts=[*own.values()])
@@ -102,6 +103,7 @@ def open_run(
             flops=run_plan.flops,
             progress=progress,
             evaluating=run.features.evaluating,
+            further_means=run.features.further_means,
             after_evaluation=run.features.after_evaluation,
             save_every=config.checkpoint.every,
             evaluate_every=config.eval.every,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.instantiate import construct
 from trainer.assemble.run import Run
-from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.config.metric_mode import stop_mode
 from trainer.config.run_config import RunConfig
 from trainer.core.stateful import Stateful, as_part
@@ -20,7 +19,7 @@ from trainer.training.context import Measuring, StepContext, StepState
 from trainer.training.parameter_norms import ParameterNorms
 
 SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
-MAY_BEGIN_ANEW = {"loss_scale", AVERAGE, SIZES, BEST, STOP}  # what a checkpoint need not have
+MAY_BEGIN_ANEW = {"loss_scale", SIZES, BEST, STOP}  # what a checkpoint need not have
 
 
 def step_context(
@@ -77,10 +76,7 @@ def step_context(
 
 
 def own_parts(config: RunConfig) -> dict[str, Stateful]:
-    """Build the parts with state that the config asks for, each with its name in a checkpoint.
-
-    The average of the weights is the last, since others may change them.
-    """
+    """Build the parts with state that the config asks for, each with its name in a checkpoint."""
     parts: dict[str, Stateful] = {}
     for index, component in enumerate(config.parts):
         part = construct(component, f"parts[{index}]", Stateful, config.trust)
@@ -95,8 +91,6 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         if metric is not None:
             mode = stop_mode(config.checkpoint.best, metric, config.checkpoint.mode)
             parts[name] = BestMetric.of(key, metric, mode, min_delta, config.stop.patience)
-    if config.ema.decay is not None:
-        parts[AVERAGE] = WeightAverage(config.ema.decay)
     return parts
 
 
@@ -110,6 +104,6 @@ def followed_metrics(config: RunConfig, own: Mapping[str, Stateful]) -> dict[str
         if isinstance(part, BestMetric):
             found[name] = part
     metric = config.sweep.metric
-    if metric.startswith("eval_") and metric != "eval_loss":
+    if metric != "eval_loss":
         found["sweep"] = BestMetric(key="sweep.metric", metric=metric, mode="min")
     return found

@@ -125,10 +125,16 @@ class CheckpointStore:
         # Its checkpoint may have been set aside as damaged, or deleted.
         return step if step in self.steps() else None
 
-    def mark_best(self, step: int) -> None:
+    @property
+    def best_by(self) -> str:
+        """The metric by which it is the best; empty where nobody says."""
+        return str(durable.read_json(self.folder / RunFolder.BEST).get("metric", ""))
+
+    def mark_best(self, step: int, metric: str) -> None:
         """Keep a checkpoint, where it is on disk, in place of the one that was the best before."""
         if step in self.steps():
-            durable.write_record(self.folder / RunFolder.BEST, {"step": step})
+            found = {"step": step, "metric": metric}
+            durable.write_record(self.folder / RunFolder.BEST, found)
 
     def save(
         self,

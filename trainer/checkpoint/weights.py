@@ -42,7 +42,9 @@ ADAPTER_FILE = "adapter_model.safetensors"  # peft's
 FROZEN = "frozen parameters"  # of the model's state: SHA-256 by name; no parameter is named so
 
 WhichStep = Literal["last", "best", "ema"] | int
-"""Which checkpoint of a run is read: the newest, the same with averaged weights, or a step's."""
+"""Which checkpoint of a run is read: the newest, the same with averaged weights, or a step's.
+
+The best by a metric of averaged weights has these, too."""
 
 
 @final
@@ -236,7 +238,9 @@ def load_step(run: Path, step: WhichStep, world: World | None = None) -> Loaded:
         text = "no checkpoint was chosen; leave it out, or train with checkpoint.best=eval_loss"
         raise ConfigError(f"step=best: in {run} {text}")
     loaded = store.load(number, set_aside=False, world=world or World())
-    return _with_average(loaded) if step == AVERAGE else loaded
+    # What is the best by the average is the average.
+    is_average = step == AVERAGE or (step == "best" and store.best_by.startswith(AVERAGE))
+    return _with_average(loaded) if is_average else loaded
 
 
 def _with_average(loaded: Loaded) -> Loaded:

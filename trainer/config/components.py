@@ -123,7 +123,9 @@ Word = Annotated[
 Name = Annotated[Word, Field(pattern=r"^[^.]*$")]  # which begins those of figures
 Figure = Annotated[
     str,
-    Field(pattern=r"^eval_[\w.-]+$", description="a figure of metrics.jsonl, e.g. eval_loss"),
+    Field(
+        pattern=r"^(ema_)?eval_[\w.-]+$", description="a figure of metrics.jsonl, e.g. eval_loss"
+    ),
 ]
 Words = Annotated[
     tuple[str, ...],

@@ -10,6 +10,7 @@ from trainer.config.components import AUTO_OBJECTIVE, EVAL_SETS, METRIC_NAMES, M
 from trainer.config.declared import metrics_of
 from trainer.config.messages import line, near_names, refusals
 from trainer.core.errors import ConfigError
+from trainer.core.format import AVERAGED, is_held_out
 from trainer.core.run_folder import RunFolder
 
 Mode = Literal["auto", "min", "max"]
@@ -24,10 +25,11 @@ def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", 
         return mode
     words = set(metric.split("_"))
     if not words & (_SMALLER | _LARGER):
-        near = near_names(metric.removeprefix("eval_"), _NAMES)
+        begin, _, name = metric.rpartition("eval_")
+        near = near_names(name, _NAMES)
         meant = f" There are {', '.join(_NAMES)}."
         if near:
-            meant = f" Did you mean eval_{near[0]}?"
+            meant = f" Did you mean {begin}eval_{near[0]}?"
         own = f"For one of your own, type {mode_key}=min or {mode_key}=max"
         if key == "stop.metric":
             own += " (where checkpoint.best is the same metric, or null)"
@@ -50,6 +52,9 @@ def metric_faults(view: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(view[key], str):
             yield from refusals(mode_of, key, view[key], mode, mode_key)
             yield from _not_given(key, view[key], view)
+            if view[key].startswith(AVERAGED) and not view["ema.evaluate"]:
+                text = "type ema.decay=0.999 ema.evaluate=true, which give it"
+                yield line(key, view[key], text)
     # Settings of the run that is named stay as they are.
     if view["stop.metric"] or view["resume"] or view["run"]:
         return
@@ -63,7 +68,8 @@ def metric_faults(view: Mapping[str, Any]) -> Iterator[str]:
 
 def _not_given(key: str, metric: str, view: Mapping[str, Any]) -> Iterator[str]:
     """Name a metric that no evaluation gives, unless `objective.metrics` asks for it."""
-    name, asked = metric.removeprefix("eval_"), view["objective.metrics"] or ()
+    name = metric.removeprefix(f"{AVERAGED}_").removeprefix("eval_")
+    asked = view["objective.metrics"] or ()
     target = str(view["objective._target_"])
     given = metrics_of(target)
     # Of a model's own objective all that is known is that it may be of classes.
@@ -83,7 +89,8 @@ def _not_given(key: str, metric: str, view: Mapping[str, Any]) -> Iterator[str]:
 
 def title_of(metric: str) -> str:
     """Write a metric for people: `held-out loss`."""
-    return metric.replace("eval_", "held-out ", 1).replace("_", " ")
+    of = " of the average" * metric.startswith(AVERAGED)
+    return metric.removeprefix("ema_").replace("eval_", "held-out ", 1).replace("_", " ") + of
 
 
 def rank(value: object, state: str, *, is_max: bool) -> tuple[int, float]:
@@ -99,4 +106,4 @@ def is_comparable(metric: str, runs: Iterable[RunFolder]) -> bool:
     """Whether a metric of runs is of the same held-out tokens, as far as their checkpoints know."""
     # Fingerprints of the samples
     held_out = {str(run.terms().get("held_out")) for run in runs}
-    return not metric.startswith("eval_") or len(held_out - {"None"}) <= 1
+    return not is_held_out(metric) or len(held_out - {"None"}) <= 1

@@ -50,6 +50,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("eval.predictions", (True,), "command", commands_but("evaluate"), _ARE_WRITTEN),
     ("device", tuple(CARDS), "command", commands_but("plan"), _FOR_PLAN),
     ("data.eval_path", ..., "data.path", (None,), _NO_PATH),
+    ("ema.evaluate", (True,), "ema.decay", (None,), "needs an average: type ema.decay=0.999"),
     ("export.to", ..., "command", commands_but("export"), _IS_WRITTEN),
     ("export.merge", (True,), "command", commands_but("export"), _IS_WRITTEN),
     ("export.merge", (True,), "adapter", ("none",), "the run has no adapter; leave it out"),

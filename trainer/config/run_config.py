@@ -271,7 +271,7 @@ def contract(
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
     # Only where there is one, so that a key that is new changes the terms of no other run.
     if config.ema.decay is not None:
-        tree["ema"] = plain["ema"]
+        tree["ema"] = {"decay": config.ema.decay}
     if config.transforms:
         tree["transforms"] = plain["transforms"]
     if config.adapter.target != components.NO_ADAPTER:

@@ -39,6 +39,7 @@ class Ema(Section):
     """An exponential moving average of the weights."""
 
     decay: components.EmaDecay | None
+    evaluate: bool
 
 
 class Checkpoint(Section):

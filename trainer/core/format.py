@@ -20,6 +20,9 @@ ROUNDS_TO_1000 = 999.5
 DTYPE_WORDS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """What PyTorch calls its dtypes, and the field's words for them."""
 
+AVERAGED = "ema_eval"
+"""Begins names of means by averaged weights, where those by the weights begin with `eval`."""
+
 
 def number(value: float) -> str:
     """Write a count in full, with thousands separated: `8,192`."""
@@ -165,3 +168,20 @@ def named_means(means: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         for name, value in metrics.items():
             named[f"{part}_{name}".removeprefix("_")] = value
     return named
+
+
+def figure_name(name: str) -> str:
+    """Name a mean of an evaluation as metrics.jsonl does: `eval_loss`, `ema_eval_loss`."""
+    return name if is_held_out(name) else f"eval_{name}"
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a name of metrics.jsonl is that of a mean over held-out data."""
+    return name.startswith(("eval_", f"{AVERAGED}_"))
+
+
+def part_title(part: str) -> str:
+    """Name a part of the held-out data for people."""
+    own = part.removeprefix(AVERAGED)
+    title = own.removeprefix("_") or "held out"
+    return title if own == part else f"{title}, averaged weights"

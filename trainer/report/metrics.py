@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.core import gpu
 from trainer.core.durable import as_save_error
-from trainer.core.format import named_means
+from trainer.core.format import figure_name, named_means
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import EVAL_SECONDS, Entry, Journal, read, truncate_after
 
@@ -88,7 +88,7 @@ class MetricsLog:
     def evaluation(self, step: int, means: Means, seconds: float) -> Entry:
         """Write an evaluation, its means as `eval_...`; steps before it must be flushed."""
         entry: Entry = {"step": step}
-        entry |= {f"eval_{name}": float(value) for name, value in named_means(means).items()}
+        entry |= {figure_name(name): float(value) for name, value in named_means(means).items()}
         return self._write("on_eval", entry | {EVAL_SECONDS: round(seconds, 6)})
 
     def record(self, name: str, entry: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from trainer.config.data_sets import source_components
 from trainer.config.messages import clip, show
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
-from trainer.core.format import number, plural, printable
+from trainer.core.format import AVERAGED, number, plural, printable
 from trainer.core.hub_cache import hub_name
 from trainer.core.run_folder import RunFolder
 from trainer.report.console import figure
@@ -181,12 +181,14 @@ class ModelCard:
                 newest = entry
         if newest is None:
             return ""
-        rows = dict[str, str]()
+        rows, kind = dict[str, str](), "eval_"
+        if self.is_average and f"{AVERAGED}_loss" in newest:
+            kind = f"{AVERAGED}_"
         for name, value in newest.items():
-            if name.startswith("eval_") and name != "eval_seconds":
-                rows[name.removeprefix("eval_")] = figure(value)
+            if name.startswith(kind) and name != "eval_seconds":
+                rows[name.removeprefix(kind)] = figure(value)
         note = f"After step {number(newest['step'])}"
-        if self.is_average:
+        if self.is_average and kind == "eval_":
             note += ", of the weights themselves and not of their average"
         return f"{note}:\n\n{_table(rows)}"
 

@@ -9,13 +9,11 @@ from typing import Literal, Self, final
 from trainer.config.messages import did_you_mean_name
 from trainer.config.metric_mode import Mode, mode_of
 from trainer.core.errors import ConfigError
-from trainer.core.format import plural
+from trainer.core.format import figure_name, plural
 from trainer.core.stateful import State, Stateful
 
 BEST, STOP = "best", "stop"
 """Names of such parts in a checkpoint."""
-
-_PREFIX = "eval_"  # of evaluations in metrics.jsonl
 
 
 @final
@@ -43,7 +41,7 @@ class BestMetric(Stateful):
 
     def check(self, means: Mapping[str, float]) -> None:
         """Refuse a metric that an evaluation does not give."""
-        names = [f"{_PREFIX}{name}" for name in means]
+        names = [*map(figure_name, means)]
         if self.metric not in names:
             near = did_you_mean_name(self.metric, names) or f" Evaluations give {', '.join(names)}"
             raise ConfigError(f"{self.key}={self.metric}: no evaluation of this run has it.{near}")
@@ -53,7 +51,7 @@ class BestMetric(Stateful):
         if step == self.seen_at:
             return False
         self.check(means)
-        self.seen_at, value = step, means[self.metric.removeprefix(_PREFIX)]
+        self.seen_at, value = step, means[self.metric.removeprefix("eval_")]
         # What is not a number differs from itself, and compares as false below.
         is_better = value == value  # noqa: PLR0124
         if self.value is not None:

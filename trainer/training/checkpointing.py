@@ -63,10 +63,11 @@ class Checkpointer:
         self._attempt(lambda: self.writer.save(step, tensors, states))
         self.is_due, self._saved_at = False, time.monotonic()
 
-    def mark_best(self, step: int) -> None:
-        """Keep the checkpoint of a step, and not the best one before it. Collective."""
+    def mark_best(self, step: int, metric: str) -> None:
+        """Keep the checkpoint of a step, the best by a metric, not the one before. Collective."""
         self._attempt(self.writer.wait)
-        self._attempt(lambda: self.world.on_main(lambda: self.writer.store.mark_best(step)))
+        store = self.writer.store
+        self._attempt(lambda: self.world.on_main(lambda: store.mark_best(step, metric)))
 
     def poll(self, claim: bool) -> bool:
         """Report what was written behind the steps, and find whether the next save is due.

@@ -21,11 +21,13 @@ from trainer.core.signals import ignore_further
 from trainer.core.stateful import STEP_KEYS, State, Stateful
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray
+from trainer.report.metrics import Means
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.context import StepContext
+from trainer.training.data import HeldOut
 from trainer.training.evaluation import evaluate_parts
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport, train_step
 
@@ -45,6 +47,8 @@ class OpenRun:
     progress: Progress
     # Lends the model as evaluations are to have it. Collective.
     evaluating: Callable[[Parallel, Feed], AbstractContextManager[None]]
+    # Evaluates otherwise what is held out. Collective.
+    further_means: Callable[[OpenRun, Mapping[str, HeldOut]], Means]
     after_evaluation: Callable[[OpenRun], None]  # looks further at the model. Collective.
 
     save_every: float | str | None  # in steps, or in epochs; None is never
@@ -256,8 +260,9 @@ def _evaluate(run: OpenRun) -> None:
     started = time.perf_counter()
     run.feed.pause()
     try:
+        further = run.further_means(run, context.data.held_out)
         with run.evaluating(context.parallel, run.feed):
-            means = evaluate_parts(context, context.data.held_out, run.was_asked)
+            means = {**evaluate_parts(context, context.data.held_out, run.was_asked), **further}
             run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
             progress.evaluation = named_means(means)
             run.after_evaluation(run)
@@ -274,7 +279,7 @@ def _take_evaluation(run: OpenRun, *, is_counted: bool = True) -> None:
     if run.best is not None and run.best.see(progress.step, progress.evaluation):
         if progress.saved_at != progress.step:
             _save(run)
-        run.checkpointer.mark_best(progress.step)
+        run.checkpointer.mark_best(progress.step, run.best.metric)
 
 
 def refuse_unknown_metrics(run: OpenRun) -> None:
@@ -286,16 +291,17 @@ def refuse_unknown_metrics(run: OpenRun) -> None:
             raise ConfigError(f"{each.key}={each.metric}: {text}")
     if run.metrics:
         few = {name: replace(part, most=2) for name, part in held_out.items()}
-        means = named_means(evaluate_parts(run.context, few, run.was_asked))
+        means = evaluate_parts(run.context, few, run.was_asked)
+        found = named_means({**means, **run.further_means(run, few)})
         for each in run.metrics.values():
-            each.check(means)
+            each.check(found)
 
 
 def _recall_best(run: OpenRun) -> None:
     """Catch up with what came behind the checkpoint of a run that goes on. Collective."""
     # A kill may have come before it was marked.
     if run.best is not None and run.best.step:
-        run.checkpointer.mark_best(run.best.step)
+        run.checkpointer.mark_best(run.best.step, run.best.metric)
     if run.progress.evaluated_at == run.progress.step:
         # Patience counts evaluations as an uninterrupted run does: one that the former end alone
         # called for is not among them.

@@ -13,7 +13,15 @@ from typing import final
 from trainer.config.messages import ancestors, show
 from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.core.errors import ConfigError
-from trainer.core.format import duration, loss, number, plural, short, shown_path
+from trainer.core.format import (
+    duration,
+    is_held_out,
+    loss,
+    number,
+    plural,
+    short,
+    shown_path,
+)
 from trainer.core.rows import join_parts
 from trainer.features.page.asked import data_name, model_name
 from trainer.features.page.saved_run import SavedRun, as_mapping, numbers_of
@@ -147,7 +155,7 @@ class Comparison:
             for entry in map(numbers_of, [*run.steps[-1:], *run.evaluations]):
                 given |= entry.keys()
         for name in sorted(given):
-            if name.startswith("eval_") and name != EVAL_SECONDS:
+            if is_held_out(name) and name != EVAL_SECONDS:
                 names[name] = None
         # The loss in training is of the data that are trained on.
         if len(self._fingerprints) <= 1:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from trainer.config.metric_mode import title_of
+from trainer.core.format import is_held_out
 from trainer.core.run_folder import RunFolder
 from trainer.features.page.saved_run import SavedRun
 from trainer.report.journal import is_number
@@ -54,7 +55,7 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
             held_out[beside] = name
 
     def place(name: str) -> float:
-        return _place(name, is_metric=bool(held_out[name]) or name.startswith("eval_"))
+        return _place(name, is_metric=bool(held_out[name]) or is_held_out(name))
 
     titles = dict(TITLES)
     if all(run.noun == "sample" for run in runs):

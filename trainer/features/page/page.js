@@ -95,7 +95,7 @@
       for (const name of [chart.key, chart.held_out]) {
         if (!name || !run.curves[name]) continue;
         const [at, values, middles, means] = run.curves[name];
-        const isHeldOut = name.startsWith("eval_"), isOne = data.runs.length === 1;
+        const isHeldOut = /^(ema_)?eval_/.test(name), isOne = data.runs.length === 1;
         const line = { run: n, isHeldOut, label: isOne ? (isHeldOut ? "held out" : "training") : run.name };
         line.color = isOne && isHeldOut && chart.held_out ? 1 : n % 8;
         line.x = at.map((step) => along(run, step));

@@ -23,6 +23,7 @@ from trainer.cli import saved_runs
 from trainer.config.messages import show
 from trainer.config.metric_mode import is_comparable, rank, title_of
 from trainer.core.durable import write_file_atomic
+from trainer.core.format import figure_name, is_held_out
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import EVAL_SECONDS, stream
 from trainer.report.views import views, write_views
@@ -266,7 +267,7 @@ def last_figures(folder: Path) -> dict[str, Any]:
     if not result:
         for entry in stream(folder / RunFolder.METRICS):
             for name, value in entry.items():
-                if name.startswith("eval_"):
+                if is_held_out(name):
                     metrics[name] = value
         metrics.pop(EVAL_SECONDS, None)
     # A file of a run is anybody's, so that its record may be no mapping.
@@ -275,7 +276,7 @@ def last_figures(folder: Path) -> dict[str, Any]:
     named = dict[str, Any]()
     for name, value in metrics.items():
         if isinstance(value, int | float):
-            named[f"eval_{name.removeprefix('eval_')}"] = value
+            named[figure_name(name)] = value
     figures = {**named, "step": run.status().get("step"), **result}
     names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
     return {name: figures.get(name) for name in names}

@@ -1,0 +1,1 @@
+"""Average the weights over steps; read `evaluate.py`."""

@@ -1,0 +1,64 @@
+"""Average the weights of a run over its steps, and evaluate the average beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, final
+
+from trainer.assemble.features import Feature
+from trainer.assemble.run import Run
+from trainer.assemble.run_plan import RunPlan
+from trainer.checkpoint.average import AVERAGE, WeightAverage
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
+from trainer.core.format import AVERAGED
+from trainer.core.rows import Row, row
+from trainer.core.stateful import Stateful
+from trainer.report.metrics import Means
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import evaluate_parts
+from trainer.training.loop import OpenRun
+
+
+@final
+@dataclass(frozen=True)
+class AveragedWeights(Feature):
+    """Follows the weights with their average, as `ema.decay` asks."""
+
+    average: WeightAverage | None
+    is_evaluated: bool
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """See the base class."""
+        decay = config.ema.decay
+        return cls(None if decay is None else WeightAverage(decay), config.ema.evaluate)
+
+    def check(self, run: Run) -> None:
+        """Refuse to evaluate the average where nothing is held out."""
+        if self.is_evaluated and not run.data.held_out and run.config.command == "train":
+            text = "nothing is held out, so nothing is evaluated: type data.holdout=0.05"
+            raise ConfigError(f"ema.evaluate=true: {text}")
+
+    def saved_parts(self) -> Mapping[str, Stateful]:
+        """See the base class."""
+        return {} if self.average is None else {AVERAGE: self.average}
+
+    def rows(self, run_plan: RunPlan) -> Sequence[Row]:
+        """Say what is averaged, and what an evaluation of it costs."""
+        text = None
+        if self.average is not None:
+            text = f"of the weights, ema.decay={self.average.decay:g}"
+            if self.is_evaluated:
+                text += f"; evaluations give {AVERAGED}_loss too, and take twice as long"
+        return [row("average", text, group="asked")]
+
+    def further_means(self, run: OpenRun, held_out: Mapping[str, HeldOut]) -> Means:
+        """See the base class; statistics of BatchNorm are estimated for the average."""
+        if self.average is None or not self.is_evaluated:
+            return {}
+        model = run.context.parallel
+        with self.average.in_place(), run.evaluating(model, run.feed):
+            found = evaluate_parts(run.context, held_out, run.was_asked)
+        return {f"{AVERAGED}_{name}".rstrip("_"): means for name, means in found.items()}
