@@ -54,8 +54,11 @@ class HeadFirst(DeepNet):
 def test_muon_leaves_out_the_layer_that_gives_the_output_and_the_plan_names_the_rest(capsys):
     run = go(f"command=plan model._target_={__name__}.HeadFirst optimizer=muon")
     text = " ".join(capsys.readouterr().out.split())
-    assert "(norm.*.weight); adamw for all else" in text
-    assert read_json(run.folder / "plan.json")["muon"] == ["norm.1.weight"]
+    assert "muon 1 hidden weight of 64 parameters; adamw for" in text
+    assert "hidden norm.*.weight" in text
+    plan = read_json(run.folder / "plan.json")
+    assert plan["muon"] == ["norm.1.weight"]
+    assert "head.weight" in plan["muon_others"]
 
 
 def test_what_takes_no_shards_is_refused_under_them(ranks):

@@ -38,6 +38,8 @@ def step_context(
         compile_model(model.module, COMPILED_SHAPES)
     parallel = model.setup.lay_out(model.module, model.call, world, model.weights)
     optimizer = model.spec.build(model.module)
+    if hasattr(optimizer, "note_waits"):
+        optimizer.note_waits(world.rank_progress.waiting)
     half_lives = None
     if model.schedule.keep_half_life and run.data.stages:
         half_lives = HalfLives(

@@ -17,6 +17,7 @@ from torch import nn
 from trainer.config.components import Pooling
 from trainer.config.option_files import LIBRARIES
 from trainer.core.micro_batch import Fields
+from trainer.models.fused import FusedMatrix
 
 
 @final
@@ -65,6 +66,8 @@ class ModelFacts:
     attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
     # Continues a prompt as its library does, and calls with each token; None where it does not
     continue_prompt: Callable[[Continuation, Callable[[int], object]], object] | None = None
+    # Names parameters that are several matrices, or transposed ones
+    fused: Callable[[], Mapping[str, FusedMatrix]] = dict
     # Writes weights and config into a folder, and gives the lines of Python that load them from one
     save: Callable[[Path], object] | None = None
     how_to_load: Callable[[Path], list[str]] | None = None

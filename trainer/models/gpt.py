@@ -215,6 +215,7 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.fused_matrices = {"qkv.weight": (width, width, width)}
         self.out = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, rotation: Rotation | None, documents: Documents | None) -> Tensor:
@@ -245,6 +246,7 @@ class SwiGLU(nn.Module):
         # Three matrices of 8/3 of the width cost what GELU's two of 4 times it do.
         hidden = hidden or -(-8 * width // (3 * 32)) * 32
         self.gate_up = nn.Linear(width, 2 * hidden, bias=bias)
+        self.fused_matrices = {"gate_up.weight": (hidden, hidden)}
         self.out = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,14 @@ from trainer.core.micro_batch import output_part
 
 _OUTPUT = "output_matrices"
 """Attribute of a layer: names of its own matrices that give the output, as a trial found."""
+_UNMULTIPLIED = "unmultiplied_matrices"
+"""Attribute of a layer: names of its own matrices that are no factor of a product there."""
+_NO_PRODUCTS = (
+    *("AddBackward", "SubBackward", "MulBackward", "DivBackward", "CatBackward", "WhereBackward"),
+    *("EmbeddingBackward", "IndexBackward", "IndexSelectBackward"),
+    *("NativeLayerNormBackward", "FusedRmsNormBackward"),
+)
+"""Begin the names of operations of autograd that multiply no matrices."""
 IS_LAST = "gives_logits"
 """Attribute of an output layer whose outputs are the logits of its model, as a trial found."""
 
@@ -49,6 +57,7 @@ def note_output_matrices(module: nn.Module, losses: Iterable[Tensor]) -> None:
     """
     # By whether another matrix lies between a matrix and the loss
     by_place: dict[bool, set[int]] = {False: set(), True: set()}
+    by_product: dict[bool, set[int]] = {False: set(), True: set()}
     seen, todo = set[tuple[Any, bool]](), [(loss.grad_fn, False) for loss in losses]
     while todo:
         node, is_behind = step = todo.pop()
@@ -65,21 +74,21 @@ def note_output_matrices(module: nn.Module, losses: Iterable[Tensor]) -> None:
                 others.append(operand)
             else:
                 found.add(id(weight))
+                by_product[not node.name().startswith(_NO_PRODUCTS)].add(id(weight))
                 has_matrix = True
         todo += [(operand, is_behind or has_matrix) for operand in others]
-    last = by_place[False] - by_place[True]
+    last, others = by_place[False] - by_place[True], by_product[False] - by_product[True]
     for part in module.modules():
-        names = list[str]()
-        for name, parameter in part.named_parameters(recurse=False):
-            if id(parameter) in last:
-                names.append(name)
-        if names:
-            setattr(part, _OUTPUT, names)
+        own = dict(part.named_parameters(recurse=False))
+        setattr(part, _OUTPUT, [name for name in own if id(own[name]) in last])
+        setattr(part, _UNMULTIPLIED, [name for name in own if id(own[name]) in others])
 
 
 def _variable(node: Any) -> Tensor | None:  # noqa: ANN401 - of autograd's graph
     """Give the parameter that is an operand as it is, or transposed or cast."""
     while node is not None and len(node.next_functions) == 1:
+        if node.name().startswith(_NO_PRODUCTS):
+            return None
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
 
@@ -88,9 +97,18 @@ def output_matrices(module: nn.Module) -> list[Tensor]:
     """Give the matrices of the output layer, as the model names it, or as `note_...` found it."""
     if (layer := declared_output(module)) is not None:
         return [*layer.parameters()]
+    return _noted(module, _OUTPUT)
+
+
+def unmultiplied(module: nn.Module) -> list[Tensor]:
+    """Give the matrices that are looked up or added, as `note_...` found; another kind of table."""
+    return _noted(module, _UNMULTIPLIED)
+
+
+def _noted(module: nn.Module, kind: str) -> list[Tensor]:
     found = list[Tensor]()
     for part in module.modules():
-        found += map(part.get_parameter, vars(part).get(_OUTPUT, ()))
+        found += map(part.get_parameter, vars(part).get(kind, ()))
     return found
 
 

@@ -1,13 +1,14 @@
 """Give hidden matrices to Muon and all other parameters to AdamW, as one optimizer.
 
-Muon orthogonalises the momentum of a matrix (kellerjordan.github.io/posts/muon). That means
-nothing for vectors, tables of embeddings and the layer that gives the output.
+Muon orthogonalises the momentum of a matrix (`orthogonal.py`). That means nothing for vectors,
+tables that are looked up or added, and the layer that gives the output.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal, final
@@ -20,15 +21,17 @@ from trainer.config.components import Betas, Count, NonNegative, Share
 from trainer.core.errors import ConfigError
 from trainer.core.format import plural
 from trainer.core.rows import Row, row
-from trainer.models.output_layer import output_matrices
+from trainer.models.facts import facts_of
+from trainer.models.fused import FusedMatrix, fused_matrices
+from trainer.models.output_layer import output_matrices, unmultiplied
 from trainer.optim.optimizers import (
     AdamW,
     OptimizerSpec,
     TrainingJob,
     all_fuse,
-    in_shards,
     without_compiler,
 )
+from trainer.optim.orthogonal import FUSED, HiddenMatrices
 
 SplitGroups = list[dict[str, Any]]
 _USE_MUON = "use_muon"
@@ -55,7 +58,10 @@ class Muon(OptimizerSpec):
 
     def split(self, model: nn.Module, groups: SplitGroups) -> SplitGroups:
         """See the base class."""
-        hidden, parts = _hidden_matrices(model), SplitGroups()
+        hidden, fused, parts = _hidden_matrices(model), _fused_in(model), SplitGroups()
+        for parameter in model.parameters():
+            if id(parameter) in fused:
+                setattr(parameter, FUSED, fused[id(parameter)])
         for group in groups:
             halves: dict[bool, list[nn.Parameter]] = {True: [], False: []}
             for parameter in group["params"]:
@@ -78,12 +84,9 @@ class Muon(OptimizerSpec):
                 others.append(group)
         if not matrices:
             raise ConfigError("optimizer=muon: no hidden matrix is trained; type optimizer=adamw")
-        if in_shards(matrices):
-            text = "needs whole matrices, and parallel=fsdp and hsdp hold shards of them"
-            raise ConfigError(f"optimizer=muon: {text}; type parallel=ddp or optimizer=adamw")
         names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         own = {name: getattr(self, name) for name in names}
-        parts = {True: without_compiler(torch.optim.Muon)(matrices, **own)}
+        parts = {True: without_compiler(HiddenMatrices)(matrices, own)}
         if others:
             parts[False] = without_compiler(torch.optim.AdamW)(
                 others, betas=tuple(self.betas), eps=self.eps, fused=all_fuse(params)
@@ -92,16 +95,27 @@ class Muon(OptimizerSpec):
 
     def rows(self, model: nn.Module) -> Sequence[Row]:
         """See the base class."""
-        hidden = _hidden_matrices(model)
-        names = list[str]()
+        hidden, fused = _hidden_matrices(model), _fused_in(model)
+        names, shown, others, count = list[str](), dict[str, None](), list[str](), 0
         for name, parameter in model.named_parameters():
-            if id(parameter) in hidden:
-                names.append(name)
-        # Weights of the same place in all blocks are listed once, as `blocks.*.mlp.up.weight`.
-        of_all_blocks = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-        count = plural(len(names), "hidden weight")
-        text = f"{count} ({', '.join(of_all_blocks)}); adamw for all else"
-        return [row("muon", text, muon=names)]
+            if not parameter.requires_grad:
+                continue
+            if id(parameter) not in hidden:
+                others.append(name)
+                continue
+            names.append(name)
+            count += parameter.numel()
+            # Weights of the same place in all blocks are listed once, as `blocks.*.mlp.up.weight`.
+            text = re.sub(r"\b\d+\b", "*", name)
+            if id(parameter) in fused and (parts := fused[id(parameter)].num_matrices) > 1:
+                text += f" as {parts} matrices"
+            shown[text] = None
+        text = f"{plural(len(names), 'hidden weight')} of {count:,} parameters"
+        text += f"; adamw for {plural(len(others), 'other')}"
+        return [
+            row("muon", text, group="asked", muon=names, muon_others=others),
+            row("hidden", ", ".join(shown)),
+        ]
 
 
 @final
@@ -111,6 +125,11 @@ class MuonWithAdamW(Optimizer):
     def __init__(self, parts: Mapping[bool, Optimizer]) -> None:
         self._parts = parts  # by the `use_muon` of their groups
         super().__init__([*chain(*(part.param_groups for part in parts.values()))], {})
+
+    def note_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter something where ranks wait for each other, whose matrices are in shards."""
+        for part in self._parts.values():
+            part.waiting = waiting  # type: ignore[attr-defined] # nobody else reads it
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Take a step of both."""
@@ -123,13 +142,18 @@ class MuonWithAdamW(Optimizer):
             part.step()
 
 
+def _fused_in(model: nn.Module) -> dict[int, FusedMatrix]:
+    return fused_matrices(model, facts_of(model).fused())
+
+
 def _hidden_matrices(model: nn.Module) -> set[int]:
-    """Give the ids of matrices that are neither looked up nor give the output."""
+    """Give the ids of matrices that are neither looked up, nor added, nor give the output."""
     found = set[int]()
     for parameter in model.parameters():
-        if parameter.ndim == 2:  # noqa: PLR2004 - a matrix
+        if parameter.ndim == 2 and not parameter.is_complex():  # noqa: PLR2004 - a matrix
             found.add(id(parameter))
     for part in model.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             found.difference_update(map(id, part.parameters()))
-    return found.difference(map(id, output_matrices(model)))
+    no_factors = map(id, [*output_matrices(model), *unmultiplied(model)])
+    return found.difference(no_factors)

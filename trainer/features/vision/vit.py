@@ -102,6 +102,7 @@ class EncoderBlock(nn.Module):
         self.num_heads = num_heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fused_matrices = {"qkv.weight": (width, width, width)}
         self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
