@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
@@ -33,16 +34,17 @@ class FusedMatrix:
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Give each matrix, `(outputs, inputs)`."""
-        rows = whole.T if self.is_transposed else whole
-        parts = rows.unflatten(0, (-1, sum(self.outputs))).split([*self.outputs], 1)
-        return [part.flatten(0, 1) for part in parts]
+        return [place.flatten(0, 1) for place in self._places(whole)]
 
     def write(self, parts: Sequence[Tensor], whole: Tensor) -> None:
         """Put each matrix in its place of the whole."""
+        for place, part in zip(self._places(whole), parts, strict=True):
+            place.copy_(part.view(place.shape))
+
+    def _places(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """View the rows of each matrix, `(repetitions, rows, inputs)`."""
         rows = whole.T if self.is_transposed else whole
-        places = rows.unflatten(0, (-1, sum(self.outputs))).split([*self.outputs], 1)
-        for place, part in zip(places, parts, strict=True):
-            place.copy_(part.unflatten(0, place.shape[:2]))
+        return torch.split(torch.unflatten(rows, 0, (-1, sum(self.outputs))), [*self.outputs], 1)
 
 
 def fused_matrices(model: nn.Module, known: Mapping[str, FusedMatrix]) -> dict[int, FusedMatrix]:

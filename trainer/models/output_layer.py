@@ -77,11 +77,11 @@ def note_output_matrices(module: nn.Module, losses: Iterable[Tensor]) -> None:
                 by_product[not node.name().startswith(_NO_PRODUCTS)].add(id(weight))
                 has_matrix = True
         todo += [(operand, is_behind or has_matrix) for operand in others]
-    last, others = by_place[False] - by_place[True], by_product[False] - by_product[True]
+    last, tables = by_place[False] - by_place[True], by_product[False] - by_product[True]
     for part in module.modules():
         own = dict(part.named_parameters(recurse=False))
         setattr(part, _OUTPUT, [name for name in own if id(own[name]) in last])
-        setattr(part, _UNMULTIPLIED, [name for name in own if id(own[name]) in others])
+        setattr(part, _UNMULTIPLIED, [name for name in own if id(own[name]) in tables])
 
 
 def _variable(node: Any) -> Tensor | None:  # noqa: ANN401 - of autograd's graph

@@ -72,9 +72,9 @@ class HiddenMatrices(Optimizer):
     def _momentum(self, weight: nn.Parameter, group: _Group) -> Tensor:
         """Move the momentum of what is here, and give what is to be orthogonalised."""
         state, rate = self.state[weight], group["momentum"]
+        assert weight.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight.grad)
-        assert weight.grad is not None
         gradient, momentum = local_part(weight.grad), local_part(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate) if group["nesterov"] else momentum
@@ -102,7 +102,8 @@ class HiddenMatrices(Optimizer):
         back = [list[Tensor]() for _ in range(size)]
         for place, pieces in zip(mine, zip(*arrived, strict=True), strict=True):
             update = _update(torch.cat(pieces), *found[place]).to(wide)
-            for target, part in zip(back, update.split([n for n, _ in rows[place]]), strict=True):
+            counts = [num_rows for num_rows, _ in rows[place]]
+            for target, part in zip(back, torch.split(update, counts), strict=True):
                 target.append(part)
         shapes = [[rows[place][rank] for place in each] for each in owned]
         with self.waiting():
@@ -152,6 +153,6 @@ def _exchange(
     received = flat.new_empty(sum(taken))
     dist.all_to_all_single(received, flat, taken, given, group=ranks)
     found = list[list[Tensor]]()
-    for each, own, part in zip(shapes, sizes, received.split(taken), strict=True):
-        found.append([*map(Tensor.view, part.split(own), each)])
+    for each, own, part in zip(shapes, sizes, torch.split(received, taken), strict=True):
+        found.append([*map(Tensor.view, torch.split(part, own), each)])
     return found

@@ -9,7 +9,7 @@ from torch import nn
 from trainer.models.fused import FusedMatrix
 
 
-def fused_matrices(module: nn.Module) -> dict[str, FusedMatrix]:
+def known_fused(module: nn.Module) -> dict[str, FusedMatrix]:
     """Give those that are known by the names of layers, by the name of the parameter."""
     found = dict[str, FusedMatrix]()
     for path, owner in module.named_modules():
@@ -19,7 +19,7 @@ def fused_matrices(module: nn.Module) -> dict[str, FusedMatrix]:
     return found
 
 
-def _fused(name: str, layer: nn.Module, owner: Any) -> FusedMatrix | None:  # noqa: ANN401 - of any class
+def _fused(name: str, layer: Any, owner: Any) -> FusedMatrix | None:  # noqa: ANN401 - of any class
     kind = type(owner).__name__
     if type(layer).__name__ == "Conv1D":  # GPT-2's layer: `(inputs, outputs)`
         inputs, outputs = layer.weight.shape

@@ -22,7 +22,7 @@ from trainer.core.micro_batch import Fields
 from trainer.features.hugging_face import classes
 from trainer.features.hugging_face.by_document import attend_by_document
 from trainer.features.hugging_face.continuation import GENERATING, continue_prompt
-from trainer.features.hugging_face.fused import fused_matrices
+from trainer.features.hugging_face.fused import known_fused
 from trainer.features.hugging_face.model_folder import (
     copy_input_files,
     read_config,
@@ -131,7 +131,7 @@ class HuggingFace(ModelLibrary):
             max_positions=_positions_of(module),
             stored_dtypes=partial(_stored_dtypes, source),
             attend_by_document=partial(attend_by_document, module),
-            fused=partial(fused_matrices, module),
+            fused=partial(known_fused, module),
         )
         if task is None or not TASKS[task].of_body:
             facts = facts.filled(new_head=facts.new)
