@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 
 from trainer.assemble.features import Feature
 from trainer.config.run_config import RunConfig
+from trainer.core.format import figure_name
 from trainer.features.sweeps.search import PRUNED, TRIAL, live, open_study
 from trainer.training.loop import OpenRun
 
@@ -44,7 +45,7 @@ class PrunedJob(Feature):
         assert self.trial is not None
         step, figures = run.progress.step, dict[str, float]()
         for name, figure in run.progress.evaluation.items():
-            figures[f"eval_{name.removeprefix('eval_')}"] = figure
+            figures[figure_name(name)] = figure
         value = figures.get(self.trial["metric"])
         if value is None or not math.isfinite(value):
             return None
