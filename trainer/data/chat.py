@@ -29,7 +29,7 @@ TokensAndMask = tuple[list[int], list[bool]]
 IdsAndPlaces = tuple[list[int], list[tuple[int, int]]]
 """Ids, and the characters that each stands for: from, to; both `(tokens,)`."""
 
-Answers = Literal["all", "last", "flagged"]
+LearnedAnswers = Literal["all", "last", "flagged"]
 """Which answers of a conversation are learned."""
 
 _LONGEST = 10_000_000  # characters of a conversation
@@ -60,7 +60,7 @@ def encode_samples(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     learns_all: bool = False,
-    answers: Answers = "all",
+    answers: LearnedAnswers = "all",
 ) -> list[TokensAndMask]:
     """Encode what is given and what is learned, which are both text or both messages.
 
@@ -122,7 +122,7 @@ def _read_calls(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return {**value, "arguments": arguments}
 
 
-def _learned(messages: Sequence[Message], first: int, answers: Answers) -> list[int]:
+def _learned(messages: Sequence[Message], first: int, answers: LearnedAnswers) -> list[int]:
     """Choose the answers that are learned among the messages from index `first` on."""
     found = [i for i in range(first, len(messages)) if messages[i]["role"] == ASSISTANT]
     if not found:
@@ -169,7 +169,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def encode_answers(
-        self, messages: Sequence[Message], first: int, answers: Answers
+        self, messages: Sequence[Message], first: int, answers: LearnedAnswers
     ) -> list[TokensAndMask]:
         """Mark the answers among the messages from index `first` on; see `encode_samples`."""
         learned = _learned(messages, first, answers)

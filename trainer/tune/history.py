@@ -18,7 +18,7 @@ from trainer.data.index import cache_folder
 
 MOST_BYTES = 2**20  # of the file; its older half is dropped then
 # A smaller prediction says less than the rest of a process takes
-LEAST_BYTES = 2**28
+LEAST_COUNTED = 2**28
 LEAST_RUNS, LAST_RUNS = 5, 20  # that an excess is taken from
 
 _Bytes = Annotated[int, Field(ge=0)] | None
@@ -81,7 +81,7 @@ def excess_of(device: str) -> tuple[float, int] | None:
     """
     shares = list[float]()
     for run in past_runs(device):
-        if run.taken_bytes and run.counted_bytes and run.counted_bytes >= LEAST_BYTES:
+        if run.taken_bytes and run.counted_bytes and run.counted_bytes >= LEAST_COUNTED:
             shares.append(run.taken_bytes / run.counted_bytes - 1)
     last = shares[-LAST_RUNS:]
     return (max(last), len(last)) if len(last) >= LEAST_RUNS else None

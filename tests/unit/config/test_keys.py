@@ -23,7 +23,7 @@ PRIMARY = load_yaml(CONF / "config.yaml")
 OPTIONS = {
     str(folder.relative_to(CONF)): sorted(file.stem for file in folder.glob("*.yaml"))
     for folder in CONF.rglob("*")
-    if folder.is_dir()
+    if folder.is_dir() and "hydra" not in folder.parts  # groups of Hydra itself
 }
 
 NEEDS = {

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from trainer.core.errors import ConfigError
+from trainer.features.muon.muon import Muon
 from trainer.models.gpt import GPT
-from trainer.optim.muon import Muon
 from trainer.optim.optimizers import AdamW, OptimizerSpec, OwnOptimizer
 
 

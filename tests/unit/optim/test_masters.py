@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.lib.run_toys import DeepNet
+from trainer.features.muon.muon import Muon
 from trainer.optim.masters import MasterWeights, masters_of, widen_gradients
-from trainer.optim.muon import Muon
 from trainer.optim.optimizers import SGD, AdamW, OptimizerSpec, OwnOptimizer
 
 LOW = torch.bfloat16

@@ -26,7 +26,7 @@ SHOWN_RUNS = 20
 _VARIABLES = ("TRAIN_", "CUDA_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "HF_", "SLURM_")
 
 
-def diagnose(words: Sequence[str], settings: Mapping[str, str]) -> None:
+def print_diagnosis(words: Sequence[str], settings: Mapping[str, str]) -> None:
     """Print the page that the word names; without one that of the machine."""
     if words and [*words] != [HISTORY]:
         raise ConfigError(clip(f"{' '.join(words)}: train doctor takes the word history alone"))

@@ -20,7 +20,7 @@ from trainer.training.loop import OpenRun
 from trainer.tune import history
 from trainer.tune.memory_limit import OVERHEAD
 
-MOST_STEPS = 500  # that a median is taken of
+_MOST_STEPS = 500  # that a median is taken of
 
 
 @final
@@ -34,7 +34,7 @@ class MeasuredRun(Feature):
     # On a CPU, what the process has beside its model before the first step
     other_bytes: int = 0
     # Of the last steps
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
 
     def planned(self, run_plan: RunPlan) -> MeasuredRun:
         """Note what is predicted, and what memory is taken already."""

@@ -17,7 +17,7 @@ from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
 from trainer.core.rows import Row, RunFacts, join_parts, row
-from trainer.data.chat import Answers
+from trainer.data.chat import LearnedAnswers
 from trainer.data.documents import FieldSamples, TextSamples, TwoSides, samples_of
 from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord, Sample
 from trainer.data.split import HOLDOUT, TRAIN, held_out_mask
@@ -91,7 +91,7 @@ class HuggingFaceData(TwoSides):
         holdout: components.Share = HOLDOUT,
         seed: int = 0,
         max_samples: components.Count | None = None,
-        answers: Answers = "all",
+        answers: LearnedAnswers = "all",
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
         chat_template: components.ExistingPath | None = None,

@@ -13,7 +13,7 @@ from trainer.report.journal import is_number
 
 Piece = tuple[str, str, float]
 """A part of a bar: its name, how much it is in words, and its share of the bar."""
-LEAST_RUNS = 2  # that are compared
+_LEAST_RUNS = 2  # that are compared
 MOST_RANKS, MOST_BLOCKS = 8, 160  # of the plan that are drawn
 _TIMES = {
     "data": "waiting for samples",
@@ -130,7 +130,7 @@ def _here(run: SavedRun, name: str) -> str:
     for share in as_list(as_mapping(run.result.get("predicted")).get(f"{name}_over_predicted")):
         if is_number(share):
             shares.append(share)
-    if len(shares) < LEAST_RUNS:
+    if len(shares) < _LEAST_RUNS:
         return ""
     least, most = percent(min(shares)), percent(max(shares))
     return f"{len(shares)} runs on this machine took {least} to {most} of what was predicted"

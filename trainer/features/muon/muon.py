@@ -21,6 +21,7 @@ from trainer.config.components import Betas, Count, NonNegative, Share
 from trainer.core.errors import ConfigError
 from trainer.core.format import plural
 from trainer.core.rows import Row, row
+from trainer.features.muon.orthogonal import FUSED, HiddenMatrices
 from trainer.models.facts import facts_of
 from trainer.models.fused import FusedMatrix, fused_matrices
 from trainer.models.output_layer import output_matrices, unmultiplied
@@ -31,7 +32,6 @@ from trainer.optim.optimizers import (
     all_fuse,
     without_compiler,
 )
-from trainer.optim.orthogonal import FUSED, HiddenMatrices
 
 SplitGroups = list[dict[str, Any]]
 _USE_MUON = "use_muon"

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from trainer.core.errors import ConfigError
+from trainer.features.muon.muon import Muon
 from trainer.models.fused import FusedMatrix
 from trainer.models.gpt import GPT
 from trainer.models.output_layer import note_output_matrices
-from trainer.optim.muon import Muon
 
 TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
 

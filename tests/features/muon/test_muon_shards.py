@@ -8,9 +8,9 @@ import torch
 from tests.lib.nightly import nightly, slow
 from tests.lib.ranks_work import MODES, POLICIES, VOCABULARY, Arrays, BlockLM, error, plain
 from trainer.core.world import World
-from trainer.optim import orthogonal
-from trainer.optim.muon import Muon
-from trainer.optim.orthogonal import HiddenMatrices
+from trainer.features.muon import orthogonal
+from trainer.features.muon.muon import Muon
+from trainer.features.muon.orthogonal import HiddenMatrices
 
 IDS = torch.arange(36).view(6, 6) * 5 % VOCABULARY
 

@@ -1,0 +1,1 @@
+"""The optimizer Muon, whose updates are orthogonal matrices. Read `muon` first."""
