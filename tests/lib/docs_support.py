@@ -140,6 +140,8 @@ def _smaller(word: str, typed: Mapping[str, str]) -> str:
     number = int(value) if value.isdecimal() else 0
     if key == "step" and number:
         return "step=1"
+    if key == "data.skip_steps":
+        return "data.skip_steps=2"
     if key == "steps" and number > 8:
         return f"steps={9 if 'resume' in typed else 2}"
     if key == "batch.global" and number > 64:

@@ -133,6 +133,16 @@ class Known(Rows):
     vocab_size = VOCABULARY
 
 
+class Counting(Rows):
+    """Rows that count up, which is soon learnt; those of some ids count down."""
+
+    def __init__(self, downwards: Sequence[int] = ()) -> None:
+        super().__init__(400)
+        for i, length in enumerate(self.lengths):
+            sign = -1 if i in downwards else 1
+            self.tokens[i] = (i + sign * torch.arange(int(length))) % VOCABULARY
+
+
 class Plain:
     """The least a data set can be: no lengths, no split, no collate; draws as it likes."""
 

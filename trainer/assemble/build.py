@@ -17,6 +17,7 @@ from trainer.assemble.run import Run
 from trainer.assemble.saved import Saved, check_terms
 from trainer.assemble.typed import TypedParts, batch_sizes
 from trainer.checkpoint.weights import load_step
+from trainer.config.amounts import step_ranges
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import Preempted
 from trainer.core.signals import UNBEGUN
@@ -46,7 +47,8 @@ def assemble(
         config = with_fine_tuning_batch(config, len(lengths), recorded, compares=compares)
         sizes = batch_sizes(config)
     batch = config.batch
-    order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
+    skips = step_ranges(config.data.skip_steps)
+    order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths, skips)
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
     loader = open_loader(config, world, source.train)
     data = Data(order=order, lengths=lengths, loader=loader, total_steps=total_steps)

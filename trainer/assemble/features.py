@@ -154,12 +154,13 @@ class Feature:
         """
         return None
 
-    def remark(self, entry: Mapping[str, Any], ids: Sequence[int]) -> str | None:
+    def remark(self, entry: Mapping[str, Any], ids: Sequence[int], folder: Path) -> str | None:
         """Say in a line what is odd about a step, if anything is. Called on the main rank alone.
 
         Args:
             entry: the step's line of metrics.jsonl; on an accelerator it comes a step late.
             ids: the samples behind the step, in the order of its global batch.
+            folder: of the run.
         """
         return None
 

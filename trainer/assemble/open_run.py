@@ -124,7 +124,8 @@ def _recall(run: OpenRun, folder: Path, loaded: Loaded | None) -> None:
     evaluation = run.context.world.on_main(lambda: evaluation_at(folder, step))
     progress.step, progress.has_terms = step, step > 0
     if run.feed.data.order.sizes.reads_tokens:  # which the checkpoint of another size has not
-        run.feed.cursor = replace(run.feed.cursor, tokens=progress.total_tokens)
+        tokens = max(progress.total_tokens, run.feed.cursor.tokens)  # it counts passed ones, too
+        run.feed.cursor = replace(run.feed.cursor, tokens=tokens)
     if loaded is not None:
         progress.saved_at = step
     if evaluation is not None:

@@ -152,7 +152,7 @@ def _stages(run: Run) -> list[Row]:
         changed, half_lives = changes(base, spec)
         records.append(
             {
-                "step": at.step + 1,
+                "step": stage.first.step + 1,
                 "samples": at.samples,
                 "epoch": at.epochs,
                 "size": stage.size,
@@ -167,7 +167,8 @@ def _stages(run: Run) -> list[Row]:
         factors = {"linear": ratio, "sqrt": f"sqrt({ratio})"}
         factor = factors.get(schedule.scale, f"{lr / base.lr:.3g}")
         rate = f"lr {lr:.3g}" + f" ({base.lr:.3g} x {factor})" * (lr != base.lr)
-        begin = f"from step {number(at.step + 1)} (sample {number(at.samples)})"
+        first = number(stage.first.step + 1)
+        begin = f"from step {first} (sample {number(at.samples)})"
         text = join_parts(
             f"{begin}: {plural(stage.size, unit)}",
             plural(stage.num_steps, "step"),

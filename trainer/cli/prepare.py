@@ -113,6 +113,7 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
         job = _check_over(run, rest, composer, key)
         return replace(_place(job, run.path, None), makes_folder=False)
     step = word_of(rest, "step")
+    rest = saved_runs.past_steps(run, step, rest)
     if command in (None, "train") and step not in (None, "last"):
         number = saved_runs.checkpoint_of(run, step)
         job = _check_over(run, rest, composer, "resume")

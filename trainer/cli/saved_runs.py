@@ -13,14 +13,15 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
-from trainer.cli.overrides import ConfigGroups, dotted, parse
+from trainer.cli.overrides import ConfigGroups, dotted, parse, read_override, without
 from trainer.cli.run_names import called, unknown_run
 from trainer.config import run_config, trackers
+from trainer.config.amounts import range_texts, step_ranges
 from trainer.config.command_words import OF_OTHER_DATA, READING
 from trainer.config.components import EVAL_SETS
 from trainer.config.consent import acting, refuse_odd_files
 from trainer.config.data_sets import OF_OWN_DATA
-from trainer.config.messages import ancestors, line, one_line
+from trainer.config.messages import ancestors, first_of, line, lookup, one_line
 from trainer.config.validate import from_plain
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -31,6 +32,7 @@ from trainer.report.journal import truncate_after
 AUTO = "auto"
 COMPLETED = "completed"
 PREEMPTED = "preempted"
+SKIPS = "data.skip_steps"
 
 _CLOCKS = frozenset({"steps", "epochs"})
 
@@ -129,6 +131,39 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def past_steps(run: RunFolder, step: str | None, typed: list[Override]) -> list[Override]:
+    """Write the steps that a fork goes past, typed as steps of its run, as steps of the data.
+
+    The run may be a fork that goes past steps itself, so that its own numbers lie behind those.
+    """
+    values = [override.value() for override in typed if dotted(override) == SKIPS]
+    is_fork = step not in (None, "last")
+    try:
+        wanted = step_ranges(values[-1])
+        before = step_ranges(lookup(run.config(), SKIPS) or ())
+    except (IndexError, ValueError):
+        # None are typed, or what are none: the check of the whole config says so.
+        return typed
+    if not is_fork and wanted == before:
+        return typed
+    begin = checkpoint_of(run, str(step)) if is_fork else run.last_step()
+    if not is_fork or (wanted and wanted[0][0] <= begin):
+        there = first_of([*map(str, reversed(run.steps()))])
+        text = f"has to lie behind a checkpoint to go on from: type step=N, of {there}"
+        raise ConfigError(line(SKIPS, values[-1], text))
+    found = [(_in_data(first, before), _in_data(last, before)) for first, last in wanted]
+    texts = range_texts([f"{first}-{last}" for first, last in (*before, *found)])
+    return [*without(typed, SKIPS), read_override(f"{SKIPS}=[{','.join(texts)}]")]
+
+
+def _in_data(step: int, skips: Sequence[tuple[int, int]]) -> int:
+    """Give the step of the data that a step stands for, where these are skipped, in order."""
+    for first, last in skips:
+        if first <= step:
+            step += last - first + 1
+    return step
 
 
 def saved_overrides(run: RunFolder, own_folder: str | None) -> list[Override]:

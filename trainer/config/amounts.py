@@ -16,6 +16,7 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
 # No memory is smaller: such a number lacks its unit.
 _LEAST_BYTES = 1024
+_STEPS = re.compile(r"([1-9]\d{0,17})(?:-([1-9]\d{0,17}))?")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG])")
 
 
@@ -49,6 +50,28 @@ def parse_time(text: str) -> float | None:
     """Turn `"10min"`, `"2h"` or `"90s"` into seconds; None where it is no time above 0."""
     match = _TIME.fullmatch(text)
     return None if match is None else float(match[1]) * _SECONDS[match[2]] or None
+
+
+def step_ranges(value: object) -> list[tuple[int, int]]:
+    """Read steps such as `401-410`, 450, or a list of these: first and last of each range."""
+    found = list[tuple[int, int]]()
+    for each in value if isinstance(value, list | tuple) else str(value).split(","):
+        match = _STEPS.fullmatch(str(each))
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise ValueError("these are no steps")
+        found.append((int(match[1]), int(match[2] or match[1])))
+    joined = list[tuple[int, int]]()
+    for first, last in sorted(found):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return joined
+
+
+def range_texts(value: object) -> list[str]:
+    """Write steps as `step_ranges` reads them, each once: `401-410`, `450`."""
+    return [f"{a}-{b}" if a < b else str(a) for a, b in step_ranges(value)]
 
 
 def cadence_steps(every: float, total_steps: int) -> int:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, whole
+from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, range_texts, whole
 from trainer.config.option_files import LIBRARIES, data_dir, default_options
 
 NAMES_A_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
@@ -71,6 +71,11 @@ Stages = Annotated[
         min_length=1,
         description="sizes by what batch.at counts, e.g. {0: 64, 20k: 256}",
     ),
+]
+StepRanges = Annotated[
+    tuple[str, ...],
+    BeforeValidator(range_texts),
+    Field(strict=False, description="steps such as 401-410, or a list: [401-410,450]"),
 ]
 Betas = Annotated[
     Sequence[Share],
@@ -315,6 +320,7 @@ class DataKeys(Component):
     split_seed: Seed
     eval_path: ExistingPath | None
     show: Natural
+    skip_steps: StepRanges
 
 
 class ObjectiveKeys(Component):

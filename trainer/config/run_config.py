@@ -41,7 +41,8 @@ _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "o
 _STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "parts")
 _STEP_KEYS += components.FEATURES
 # Within them, and free all the same.
-_FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics")
+# What is skipped is behind every checkpoint, as `saved_runs` sees to.
+_FREE_KEYS = ("data.on_bad", "data.show", "data.skip_steps", "objective.metrics")
 # Null where the optimizer's class has them by what the model's weights are.
 _BY_JOB = {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"}
 

@@ -129,6 +129,8 @@ def from_plain(plain: Tree) -> RunConfig:
     # A run that was made before there was such a command lacks them.
     for key in ("prompt", "generate"):
         whole.setdefault(key, defaults[key])
+    if isinstance(data := plain.get("data"), Mapping):
+        whole["data"] = {"skip_steps": (), **data}
     try:
         return FullConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:

@@ -6,7 +6,7 @@ knows nothing of ranks, micro-batches, workers or restarts, so none of them can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, final
@@ -33,7 +33,10 @@ class Cursor:
     epoch: int  # epochs finished
     offset: int  # samples of the current epoch already passed
     samples: int  # consumed in total; what `tail=drop` leaves out is not
-    tokens: int = 0  # in those; counted where sizes of steps follow them, else 0
+    # In those and in what was passed over; counted where sizes of steps follow them, else 0
+    tokens: int = 0
+    passed_steps: int = 0  # that were skipped
+    passed: int = 0  # samples of those, which are not consumed
 
 
 @final
@@ -47,6 +50,7 @@ class GlobalBatch:
     is_tail: bool  # whether the epoch ended before the global batch was full
     before: Cursor  # the position at which this step begins
     after: Cursor  # the position once this step is done
+    passed: IntArray  # sample ids of skipped steps between the step before and this one
 
 
 @final
@@ -75,6 +79,9 @@ class Order:
 
     Under `unit="tokens"` a step closes with the first sample that makes the sum reach its size.
     `lengths`, tokens of each sample, are needed there, and where sizes follow tokens.
+
+    With `skips`, sorted ranges of steps, first and last, the steps are those of the order without
+    them but for these ranges. A count of steps, as that of an epoch, is without them, too.
     """
 
     def __init__(
@@ -85,8 +92,9 @@ class Order:
         unit: Literal["samples", "tokens"] = "samples",
         tail: Literal["keep", "drop"] = "keep",
         lengths: Lengths | npt.NDArray[Any] | None = None,
+        skips: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.num_samples, self.seed, self.sizes = num_samples, seed, sizes
+        self.num_samples, self.seed, self.sizes, self.skips = num_samples, seed, sizes, skips
         if num_samples < 1:
             raise DataError("data: the training split holds no samples")
         self.size_of(self.start)  # refuses a first size out of range before anything is read
@@ -109,8 +117,8 @@ class Order:
 
     def position(self, cursor: Cursor) -> Position:
         """Give a position in the words of sizes of steps."""
-        epochs = self.fractional_epoch(cursor)
-        return Position(cursor.step, cursor.samples, cursor.tokens, epochs)
+        steps, samples = cursor.step + cursor.passed_steps, cursor.samples + cursor.passed
+        return Position(steps, samples, cursor.tokens, self.fractional_epoch(cursor))
 
     def size_of(self, cursor: Cursor) -> int:
         """Give the samples, or tokens, behind the step that begins at a cursor."""
@@ -147,18 +155,18 @@ class Order:
         A cursor of an order with other sizes is welcome: the epoch goes on from its offset. Costs
         O(global batch), and a sort where it enters another epoch that is drawn whole.
         """
-        at = self._enter(cursor)
+        at, passed = self._past_skips(self._enter(cursor))
         size = self.size_of(at)
         stop, is_tail = self._end_of_batch(at, size)
         ids, after = self._ids(at.epoch, at.offset, stop), self._enter(self._behind(at, stop))
-        return GlobalBatch(ids, at.epoch, size, is_tail, at, after)
+        return GlobalBatch(ids, at.epoch, size, is_tail, at, after, passed)
 
     def walk(self, num_steps: int) -> Iterator[Cursor]:
         """Give where each of the first steps begins, and where the last ends; some 5 us each."""
-        cursor = self._enter(self.start)
+        cursor, _ = self._past_skips(self._enter(self.start))
         for _ in range(num_steps):
             yield cursor
-            cursor = self._after(cursor)
+            cursor, _ = self._past_skips(self._after(cursor))
         yield cursor
 
     def stages(self, num_steps: int) -> tuple[Stage, ...]:
@@ -169,7 +177,7 @@ class Order:
         found = list[Stage]()
         if self.sizes.is_constant or isinstance(self.sizes, Stateful):
             return ()
-        first = last = self._enter(self.start)
+        first = last = next(self.walk(0))
         for last in self.walk(num_steps):
             size = self.size_of(first)
             if size != self.size_of(last):
@@ -229,7 +237,19 @@ class Order:
         tokens, samples = cursor.tokens, cursor.samples + stop - cursor.offset
         if self.sizes.reads_tokens and self._tokens is not None:
             tokens += int(self._tokens[self._ids(cursor.epoch, cursor.offset, stop)].sum())
-        return Cursor(cursor.step + 1, cursor.epoch, stop, samples, tokens)
+        step = cursor.step + 1
+        return replace(cursor, step=step, offset=stop, samples=samples, tokens=tokens)
+
+    def _past_skips(self, at: Cursor) -> tuple[Cursor, IntArray]:
+        """Go past the steps that are skipped, and give the samples that they would have."""
+        found = [np.zeros(0, dtype=np.int64)]
+        while any(a <= at.step + at.passed_steps + 1 <= b for a, b in self.skips):
+            stop, _ = self._end_of_batch(at, self.size_of(at))
+            found.append(self._ids(at.epoch, at.offset, stop))
+            count, behind = at.passed + stop - at.offset, self._enter(self._behind(at, stop))
+            counts = {"passed_steps": at.passed_steps + 1, "passed": count}
+            at = replace(behind, step=at.step, samples=at.samples, **counts)
+        return at, np.concatenate(found)
 
     def _ids(self, number: int, start: int, stop: int) -> IntArray:
         """Give the samples at some places of an epoch's permutation."""

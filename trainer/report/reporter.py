@@ -24,7 +24,7 @@ from trainer.report.records import PlanRecord
 from trainer.report.views import write_views
 
 Ids = Sequence[int]
-Remark = Callable[[Entry, Ids], str | None]
+Remark = Callable[[Entry, Ids, Path], str | None]
 """Says what is odd about a step, by its entry and its samples."""
 
 
@@ -90,10 +90,13 @@ class RunReporter:
         self.warn(text)
         self._metrics.consumed(0, (), bad_records=count, records=records)
 
-    def step(self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = ()) -> None:
+    def step(
+        self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = (), **ledger: Ids
+    ) -> None:
         """Take an optimizer step; on an accelerator it is shown when the next one comes.
 
-        Numbers of the entry may be 0-d tensors. The update left out samples of `skipped_ids`.
+        Numbers of the entry may be 0-d tensors. The update left out samples of `skipped_ids`; the
+        `ledger` gets further ids by name.
         """
         step = entry["step"]
         if "replays" in entry:
@@ -104,7 +107,7 @@ class RunReporter:
         if before is not None and size != before:
             self.line(f"{step_text(step, self._steps)}  the global batch is {size:,} from here on")
         self._batch_size = size
-        self._metrics.consumed(step, ids, skipped_ids)
+        self._metrics.consumed(step, ids, skipped_ids, **ledger)
         self._ids[step] = ids
         self._show(self._metrics.step(entry))
 
@@ -177,7 +180,7 @@ class RunReporter:
             self._screen.step(entry, is_due=due or step in {1, self._steps})
             ids = self._ids.pop(step, ())
             for remark in self._remarks:
-                if (text := remark(entry, ids)) is not None:
+                if (text := remark(entry, ids, self._folder)) is not None:
                     self._screen.line(f"{step_text(step, self._steps)}  {text}", "yellow")
 
 

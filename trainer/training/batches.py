@@ -45,6 +45,7 @@ class PlannedBatch:
     plan: Plan  # how it is cut, for every rank
     micro_batches: tuple[MicroBatch, ...]  # this rank's
     sample_ids: tuple[int, ...]  # of the global batch, in the user's own data set
+    passed_ids: tuple[int, ...]  # likewise of what was passed over before it
 
     def largest_sample(self) -> tuple[int, int]:
         """Name the longest sample: its id and its length in tokens."""
@@ -87,7 +88,8 @@ class Feed(Stateful):
     def load(self, state: State) -> None:
         """See the base class; before the first batch is taken."""
         cursor = TypeAdapter(Cursor).validate_python(dict(state))
-        if max(0, cursor.epoch) > cursor.step or not 0 <= cursor.offset <= cursor.samples:
+        steps, samples = cursor.step + cursor.passed_steps, cursor.samples + cursor.passed
+        if max(0, cursor.epoch) > steps or not 0 <= cursor.offset <= samples:
             raise ValueError(f"no steps lead to {cursor}")
         self.cursor = cursor
 
@@ -236,10 +238,12 @@ class Feed(Stateful):
             )
             for index, (request, slot, fields) in enumerate(each)
         )
+        original_ids = self.data.loader.dataset.original_ids
         return PlannedBatch(
             step=step,
             samples=samples,
             plan=plan,
             micro_batches=micro_batches,
-            sample_ids=tuple(self.data.loader.dataset.original_ids(samples.ids).tolist()),
+            sample_ids=tuple(original_ids(samples.ids).tolist()),
+            passed_ids=tuple(original_ids(samples.passed).tolist()),
         )

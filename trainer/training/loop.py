@@ -183,6 +183,7 @@ def _take_step(run: OpenRun) -> None:
     """Take the next global batch, train on it, and report what came out. Collective."""
     started, progress, world = time.perf_counter(), run.progress, run.context.world
     world.note("data", step=progress.step + 1)
+    progress.epochs = run.feed.data.order.fractional_epoch(run.feed.cursor)
     batch = run.feed.next()
     # The next global batch is loaded in the background while this one is computed.
     run.feed.prefetch()
@@ -190,7 +191,6 @@ def _take_step(run: OpenRun) -> None:
     world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report)
-    progress.epochs = run.feed.data.order.fractional_epoch(batch.samples.before)
     here, tokens = peak_bytes(world.device), progress.total_tokens
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
     record = step_record(run.feed, report, tokens, seconds, run.flops)
@@ -206,7 +206,8 @@ def _take_step(run: OpenRun) -> None:
     skipped: Sequence[int] = ()
     if report.skipped is not None:
         skipped = ids
-    run.reporter.step(record, ids, skipped_ids=skipped)
+    ledger = {"passed": batch.passed_ids} if batch.passed_ids else {}
+    run.reporter.step(record, ids, skipped_ids=skipped, **ledger)
 
 
 def _refuse_no_terms(run: OpenRun) -> None:
@@ -335,6 +336,8 @@ def step_record(
     }
     if flops and seconds:
         entry |= flops.speed(batch.plan.lengths, seconds)
+    if passed := batch.samples.after.passed:
+        entry["passed_samples"] = passed
     if report.skipped is not None:
         entry["skipped"] = report.skipped
     if report.replays:

@@ -1,6 +1,7 @@
 """What is said of odd steps, and that nothing is said of runs that learn."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def entries(
 def said(found: Iterator[dict[str, Any]], ids: Sequence[int] = range(32), **how: Any) -> list[str]:
     watch, lines = EarlyWatch(**how), []
     for entry in found:
-        if (line := watch.remark(entry, ids)) is not None:
+        if (line := watch.remark(entry, ids, Path())) is not None:
             lines.append(f"step {entry['step']}: {line}")
     return lines
 

@@ -161,7 +161,9 @@ def _data(run: SavedRun) -> str | None:
     sets = list[str]()
     for name, count in numbers_of(run.plan.get("eval_sets")).items():
         sets.append(f"{number(count)} {name}")
-    return join_parts(data_name(run), samples, tokens, held_out, *sets)
+    skips = as_list(run.config.get("data.skip_steps"))
+    passed = skips and f"samples of steps {', '.join(map(str, skips))} passed over"
+    return join_parts(data_name(run), samples, tokens, held_out, *sets, passed)
 
 
 def _optimizer(run: SavedRun) -> str | None:
