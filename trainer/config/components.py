@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, range_texts, whole
 from trainer.config.option_files import LIBRARIES, data_dir, default_options
@@ -234,21 +233,6 @@ def fits(annotation: Any, value: object) -> bool:  # noqa: ANN401 - see `convert
         convert(annotation, value)
         return True
     return False
-
-
-def alternatives(annotation: object) -> Iterator[tuple[str, bool]]:
-    """Say in words what a type takes: phrases, each with whether it is typed as it stands."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    described = [each.description for each in args if isinstance(each, FieldInfo)]
-    if described and described[-1]:
-        yield described[-1], False
-    elif origin is Literal or annotation is bool:
-        yield from ((word, True) for word in args or ("true", "false"))
-    elif annotation is type(None) or origin in (dict, tuple):
-        yield {dict: "a mapping", tuple: "a list"}.get(origin, "null"), False  # type: ignore[arg-type]
-    else:
-        for part in args:
-            yield from alternatives(part)
 
 
 LIBRARY_BASES: Mapping[str, Mapping[str, str]] = LIBRARIES["bases"]

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainer.config.cards import CARDS, CardName
-from trainer.config.components import METRIC_NAMES, Metrics, Stages, alternatives
+from trainer.config.components import METRIC_NAMES, Metrics, Stages
 from trainer.config.secrets import without_secrets
+from trainer.config.type_words import alternatives
 from trainer.core.errors import ConfigError
 from trainer.core.format import DTYPE_WORDS, expanded, shown_path
 

@@ -26,6 +26,7 @@ from trainer.config.other_trainers import REFUSED, REFUSED_CLASSES, hint_for
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import FINE_TUNING, FullConfig, RunConfig, to_plain
 from trainer.config.secrets import is_secret, leaked
+from trainer.config.type_words import alternatives
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Row, join_parts, row
 
@@ -221,7 +222,7 @@ class Composed:
             option = options_of(owner).get(str(self.choices.get(owner)), {})
         kind = declared(str(option.get("_target_"))).types.get(name)
         # The words of a type end with an example where it has one: `e.g. {0: 64, 20k: 256}`.
-        example = ", ".join(dict(components.alternatives(kind))).partition("e.g. ")[2]
+        example = ", ".join(dict(alternatives(kind))).partition("e.g. ")[2]
         chosen = self._option(components.owner_of(key) or key)
         typed = f"e.g. {key}={example}" if example else f"{key}=..."
         return messages.clip(f"{key}: {chosen} needs it, {typed}")
