@@ -20,7 +20,7 @@ from trainer.config.messages import show
 from trainer.config.run_config import FINE_TUNING, RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
-from trainer.data.mixture import MixtureSource
+from trainer.data.joined import MixtureSource
 from trainer.data.samples import faults_of, image_field
 from trainer.data.source import DataSource, SourceSpec
 from trainer.data.split import HOLDOUT, OWN_PART

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.bad_samples import readable
-from trainer.data.mixture import Joined
+from trainer.data.joined import Joined
 from trainer.data.split import (
     HELD_OUT,
     HELD_OUT_NAMES,

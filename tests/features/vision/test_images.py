@@ -10,9 +10,10 @@ from PIL import Image
 
 from tests.lib.picture_toys import save_processor
 from trainer.core.errors import ConfigError, DataError
+from trainer.data.joined import MixtureSource
 from trainer.data.loader import Loader, Request
-from trainer.data.mixture import Mixture, MixtureSource
 from trainer.data.view import DataView
+from trainer.features.mixture.mixture import Mixture
 from trainer.features.vision.augment import Augment
 from trainer.features.vision.digits import Digits
 from trainer.features.vision.images import ImageFolders

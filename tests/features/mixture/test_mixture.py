@@ -12,10 +12,11 @@ from tests.lib.hf_toys import write_lines
 from tests.lib.support import documents_of
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import RunFacts
-from trainer.data.mixture import Mixture, MixturePart, MixtureSource, counts_by_weight
+from trainer.data.joined import MixtureSource
 from trainer.data.split import split_by_seed
 from trainer.data.text import Text
 from trainer.data.view import DataView
+from trainer.features.mixture.mixture import Mixture, MixturePart, counts_by_weight
 
 SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 500), min_size=1)
 

@@ -1,0 +1,1 @@
+"""Samples of several data sets by weight. Read `mixture`."""
