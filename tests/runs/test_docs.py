@@ -55,6 +55,7 @@ SAID = {  # what other trainers, and newcomers, call it; a page that begins with
     "continue training": "how-to/resume",
     "profiler": "how-to/go-faster",
     "NaN": "how-to/look-inside",
+    "curriculum": "how-to/mixtures",
     "loss spike": "how-to/spikes",
     "debugging": "how-to/look-inside",
     "multimodal": "how-to/image-text",

@@ -20,6 +20,7 @@ from tests.lib.run_support import (
 from tests.lib.run_toys import Rows
 from tests.reliability.rank_work import on_ranks
 from trainer.cli.python_api import FinishedRun
+from trainer.core.errors import ConfigError
 
 OWN = f"{{_target_:{__name__}.Others,size:21}}"
 LINE = (
@@ -94,6 +95,48 @@ def test_losses_of_the_sources_are_exact_shares_of_the_loss_of_every_step(run):
         shares = [entry["loss_rows"], entry["loss_others"]]
         mean = sum(n * (share or 0.0) for n, share in zip(terms, shares, strict=True)) / sum(terms)
         assert entry["loss"] == pytest.approx(mean, rel=1e-12)
+
+
+STAGES = f"{LINE.replace(',weight:3', '').replace('data.stopping=all_exhausted', '')} steps=9"
+STAGES += " 'data.weights={0:{rows:3},20:{rows:1,others:1},44:{rows:1,others:3}}'"
+
+
+def test_weights_change_by_samples_and_every_restart_has_the_same_samples_and_counts(ranks):
+    run = go(f"{STAGES} checkpoint.every=1 checkpoint.keep=9")
+    ledger = entries(run, "samples.jsonl")
+    ids = [i for entry in ledger for i in entry["ids"]]
+    counts = [Counter(i < 21 for i in ids[a:b]) for a, b in ((0, 20), (20, 44), (44, 68))]
+    assert [(each[True], each[False]) for each in counts] == [(20, 0), (12, 12), (6, 18)]
+    rows = [i for i in ids if i < 21]
+    assert len({*rows[:21]}) == 21, "no sample comes again before all others of its source"
+    # A step that passes the beginning of a stage has samples of both.
+    assert [entry["drawn/others"] for entry in steps(run)][:4] == [0, 0, 2, 4]
+    assert run.result["sources"] == {"rows": 38, "others": 30}
+    stages = read_json(run.folder / "plan.json")["mixture_stages"]
+    assert [stage["samples"] for stage in stages[:2]] == [
+        {"rows": 20, "others": 0},
+        {"rows": 12, "others": 12},
+    ]
+    # Where others are yet to come, the weights of later stages may change.
+    fork = on(run, "step=3")
+    assert entries(fork, "samples.jsonl") == ledger
+    assert curve(fork, "loss") == curve(run, "loss")
+    assert fork.result["sources"] == run.result["sources"]
+    assert (
+        "step 4/9  samples before this step, by source: rows 22"
+        in (fork.folder / "train.log").read_text()
+    )
+    changed = "'data.weights={0:{rows:3},20:{rows:1,others:1}}'"
+    with pytest.raises(ConfigError, match=r"data\.weights\.44\.others=null: the run has 3"):
+        on(run, f"step=3 {changed}")
+    later = on(run, f"step=3 {changed} resume_allow=[data.weights]")
+    assert entries(later, "samples.jsonl")[:5] == ledger[:5]
+    assert entries(later, "samples.jsonl")[6:] != ledger[6:]
+    # A fork goes past samples of a mixture, too.
+    past = on(run, "step=3 steps=7 data.skip_steps=4-5 resume_allow=[steps]")
+    assert [e["ids"] for e in entries(past, "samples.jsonl")[3:]] == [e["ids"] for e in ledger[5:]]
+    two = on_ranks(ranks, overrides(f"{STAGES} parallel.ranks=2"))
+    assert entries(two, "samples.jsonl") == ledger
 
 
 def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_steps(run, ranks):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from trainer.assemble.data_sets import arguments_from_data, open_data, with_fine_tuning_batch
@@ -49,6 +50,8 @@ def assemble(
     batch = config.batch
     skips = step_ranges(config.data.skip_steps)
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths, skips)
+    if (drawn := source.train.facts.drawn) is not None:
+        order.drawn = partial(drawn, seed=config.seed)
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
     loader = open_loader(config, world, source.train)
     data = Data(order=order, lengths=lengths, loader=loader, total_steps=total_steps)

@@ -147,7 +147,10 @@ def _with_sources(
         if config.command in OF_OTHER_DATA:
             key, text = "data.sources", f"{config.command} reads one data set"
         raise ConfigError(f"{key}: {text}; type data=hf data.path=OTHER")
-    taken = inspect.signature(look_up(data, "data", config.trust)).parameters
+    target = look_up(data, "data", config.trust)
+    if (check := getattr(target, "check_sources", None)) is not None:
+        check(data.params)  # sources may take minutes to open
+    taken = inspect.signature(target).parameters
     own, shared, spare = _parted(data.params, taken)
     opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
     for key, (component, weight) in data_sets.source_components(data).items():

@@ -178,6 +178,16 @@ Sources = Annotated[
     Field(min_length=1, description="a mapping, e.g. {code: {path: code.jsonl, weight: 3}}"),
 ]
 """Data sets by name, each with settings of its own; an argument of it is given them opened."""
+SourceStages = Annotated[
+    dict[
+        Annotated[int, BeforeValidator(parse_count), Field(ge=0)],
+        dict[str, Annotated[float, Field(ge=0, lt=1e9)]],
+    ],
+    Field(
+        min_length=1,
+        description="weights of sources by samples, e.g. {0: {web: 3, code: 1}, 2M: {web: 1}}",
+    ),
+]
 ParameterGroups = Annotated[
     dict[str, dict[Literal["lr", "weight_decay", "frozen"], bool | NonNegative]],
     Field(

@@ -20,9 +20,12 @@ State = Mapping[str, Any]
 STEP_KEYS = {
     *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
     *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
-    *("model_flops_per_second", "mfu", "skipped", "replays", "batch_size"),
+    *("model_flops_per_second", "mfu", "skipped", "replays", "batch_size", "passed_samples"),
 }
-"""What metrics.jsonl has of a step whatever the objective is; the last five where they apply."""
+"""What metrics.jsonl has of a step whatever the objective is; the last six where they apply."""
+
+DRAWN = "drawn/"
+"""What begins the name of a count of samples of a step, before that of their source."""
 
 NORMS_OF_PARAMETERS = ("weight_norm/", "gradient_norm/", "update_norm/")
 """What begins the names of `log.parameters` in a line of metrics.jsonl, before that of a block."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.core.errors import DataError, TrainError
 from trainer.core.generators import generators_in, reseed
+from trainer.core.stateful import DRAWN
 from trainer.core.tensors import bits_of
 from trainer.core.world import rng_key
 from trainer.data.files import progress
@@ -121,6 +122,14 @@ class DataView:
         if names is None or own is None:
             return None
         return names[int(own[i])]
+
+    def source_counts(self, positions: IntArray) -> dict[str, int]:
+        """Count the samples of each source among some, by figures; none where none is stated."""
+        names, own = self.facts.source_names, self._source_ids
+        if names is None or own is None:
+            return {}
+        counts = np.bincount(own[positions], minlength=len(names)).tolist()
+        return {f"{DRAWN}{name}": count for name, count in zip(names, counts, strict=True)}
 
     @cached_property
     def _source_ids(self) -> npt.NDArray[Any] | None:

@@ -6,7 +6,7 @@ knows nothing of ranks, micro-batches, workers or restarts, so none of them can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, final
@@ -104,6 +104,8 @@ class Order:
             self._tokens = Lengths.of(lengths)
         if unit == "tokens":
             self._lengths = self._tokens
+        # Gives the samples at places of the run, in place of permutations
+        self.drawn: Callable[[IntArray], IntArray] | None = None
         # The epoch that is open: its number, and its permutation, drawn or not.
         self._epoch: tuple[int, IntArray | Bijection] | None = None
         if not self.keeps_tail:
@@ -199,7 +201,7 @@ class Order:
         `DRAWN_WHOLE` samples as if all were as short as the shortest.
         """
         count = self.sizes.largest
-        if self._lengths is not None and self.num_samples <= DRAWN_WHOLE:
+        if self._lengths is not None and self.num_samples <= DRAWN_WHOLE and self.drawn is None:
             # The shortest samples first, until their tokens fill a step.
             count = int(np.searchsorted(np.cumsum(np.sort(self._lengths[:])), count)) + 1
         elif self._lengths is not None:
@@ -253,6 +255,8 @@ class Order:
 
     def _ids(self, number: int, start: int, stop: int) -> IntArray:
         """Give the samples at some places of an epoch's permutation."""
+        if self.drawn is not None:
+            return self.drawn(number * self.num_samples + np.arange(start, stop))
         if self._epoch is None or self._epoch[0] != number:
             key = f"{self.seed}\x1f{number}"
             make = drawn_whole if self.num_samples <= DRAWN_WHOLE else Bijection

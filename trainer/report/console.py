@@ -32,7 +32,7 @@ from trainer.core.format import (
 )
 from trainer.core.rows import Noun
 from trainer.core.run_folder import RunFolder
-from trainer.core.stateful import NORMS_OF_PARAMETERS, STEP_KEYS
+from trainer.core.stateful import DRAWN, NORMS_OF_PARAMETERS, STEP_KEYS
 from trainer.report.journal import Entry
 
 LOG_WIDTH = 100
@@ -231,7 +231,7 @@ def _figures(entry: Entry, noun: Noun) -> str:
         value = loss(entry["loss"])
     texts = [f"loss {value:>8}"]
     for name, found in entry.items():
-        if name not in STEP_KEYS and not name.startswith(NORMS_OF_PARAMETERS):
+        if name not in STEP_KEYS and not name.startswith((*NORMS_OF_PARAMETERS, DRAWN)):
             texts.append(f"{name} {figure(found)}")
     texts.append(f"{short(entry['tokens_per_second']):>5} {noun}s/s")
     if "mfu" in entry:

@@ -344,4 +344,5 @@ def step_record(
         entry["replays"] = report.replays
     if not order.sizes.is_constant:
         entry["batch_size"] = batch.samples.size
+    entry |= feed.data.train.source_counts(batch.samples.ids)
     return {**entry, **report.metrics}

@@ -13,7 +13,8 @@ from typing import Any, Literal, cast, final
 import numpy as np
 import torch
 
-from trainer.config.components import Sources
+from trainer.config.components import Sources, SourceStages
+from trainer.config.messages import did_you_mean_name, line
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, percent, plural, short
 from trainer.core.rows import Row, RunFacts, join_parts, row
@@ -21,6 +22,7 @@ from trainer.data.joined import Counts, Joined, MixtureSource
 from trainer.data.samples import SOURCE, DataFacts, KeyArray, Sample, num_tokens
 from trainer.data.split import HELD_OUT, TRAIN
 from trainer.data.view import DataView
+from trainer.features.mixture.schedule import Schedule, nearest_counts
 from trainer.plan.lengths import picked
 
 _NONE = np.zeros(0, dtype=np.uint64)
@@ -29,6 +31,9 @@ _NONE = np.zeros(0, dtype=np.uint64)
 @final
 class Mixture:
     """Samples of several data sets in the shares of their weights.
+
+    With weights by stages an epoch is as many samples as all sources have, drawn by a `Schedule`.
+    Else:
 
     An epoch takes `N_s = N w_s / sum(w)` samples of source `s`, rounded by the largest remainder.
     Under `first_exhausted` the length of the epoch, `N`, is the most that repeats no sample; under
@@ -40,31 +45,49 @@ class Mixture:
     Args:
         sources: by name, opened.
         stopping: `first_exhausted` or `all_exhausted`.
+        weights: by source, in stages by the samples before each.
 
     Raises:
         ConfigError: an epoch would have no sample of a source.
     """
 
+    @staticmethod
+    def check_sources(params: Mapping[str, Any]) -> None:
+        """Refuse stages that do not fit the sources, before these are opened."""
+        stages, sources = params.get("weights"), params["sources"]
+        if stages is not None and (text := _stages_fault(stages, sources)):
+            raise ConfigError(line("data.weights", stages, text))
+        if stages is not None and params.get("stopping") == "all_exhausted":
+            text = "data.weights has stages, and no epoch ends with a source; leave it out"
+            raise ConfigError(line("data.stopping", "all_exhausted", text))
+
     def __init__(
         self,
         sources: Sources,
         stopping: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
+        weights: SourceStages | None = None,
     ) -> None:
         opened = cast("Mapping[str, MixtureSource]", sources)  # as they come
         self._sources = _without_held_out(opened)
         sizes = {name: len(source.train) for name, source in self._sources.items()}
         # By the decimals that were typed: as a float 0.1 is no tenth, and shares were not exact.
-        weights = {name: Fraction(str(s.weight)) for name, s in self._sources.items()}
-        self.counts = counts_by_weight(sizes, weights, stopping)
+        shares = {name: Fraction(str(s.weight)) for name, s in self._sources.items()}
+        self.counts, self._schedule = sizes, None
+        if weights is None:
+            self.counts = counts_by_weight(sizes, shares, stopping)
         for name, count in self.counts.items():
             if self._sources[name].train.facts.augment:
                 text = "a mixture changes no samples; leave it out"
                 raise ConfigError(f"data.sources.{name}.augment: {text}")
+            if count == 0 and weights is not None:
+                raise ConfigError(f"data.sources.{name}: has no sample to train on; leave it out")
             if count == 0:
                 text = f"none of its samples is in an epoch of {sum(self.counts.values())}"
                 remedy = "raise it, or type data.stopping=all_exhausted"
-                weight = f"data.sources.{name}.weight={float(weights[name]):g}"
+                weight = f"data.sources.{name}.weight={float(shares[name]):g}"
                 raise ConfigError(f"{weight}: {text}; {remedy}")
+        if weights is not None:
+            self._schedule = Schedule(sizes, weights)
 
     def splits(self) -> dict[str, MixturePart]:
         """Give what is trained on, with repeats, and what is held out, once."""
@@ -75,8 +98,35 @@ class Mixture:
             left_out[name] = source.num_left_out
             if source.held_out is not None:
                 held_out[name] = source.held_out
-        trained = MixturePart(train, self.counts, weights, left_out, is_marked=True)
+        trained = MixturePart(
+            train, self.counts, weights, left_out, is_marked=True, schedule=self._schedule
+        )
         return {TRAIN: trained, HELD_OUT: MixturePart(held_out, None, weights)}
+
+
+def _stages_fault(
+    stages: Mapping[int, Mapping[str, float]], sources: Mapping[str, Mapping[str, Any]]
+) -> str | None:
+    """Say what is wrong with weights by stages; None where they fit the sources."""
+    begins, drawn = [*stages], set[str]()
+    if begins[0] != 0:
+        return "the first stage has to begin at 0: {0: {...}, ...}"
+    for begin, weights in stages.items():
+        if begin < begins[max(0, begins.index(begin) - 1)]:
+            return f"{begin} stands behind a later beginning; write stages in their order"
+        for name, weight in weights.items():
+            near = did_you_mean_name(name, sources)
+            if name not in sources:
+                return f"{name} is no source of data.sources" + (near and f".{near}")
+            drawn.update([name] * (weight > 0))
+        if not any(weights.values()):
+            return f"the stage at {begin} draws from no source; give one a weight above 0"
+    for name, source in sources.items():
+        if "weight" in source:
+            return f"data.sources.{name}.weight is typed, too; leave one of the two out"
+        if name not in drawn:
+            return f"no stage draws from {name}; leave data.sources.{name} out"
+    return None
 
 
 def _without_held_out(sources: Mapping[str, MixtureSource]) -> dict[str, MixtureSource]:
@@ -119,16 +169,7 @@ def counts_by_weight(
     length = ceil(max(epochs))
     if stopping == "first_exhausted":
         length = floor(min(epochs))
-    exact, counts = dict[str, Fraction](), dict[str, int]()
-    for name in sizes:
-        exact[name] = length * weights[name] / total
-        counts[name] = floor(exact[name])
-    left = length - sum(counts.values())
-    # Stable: of equal remainders the first source gets the sample.
-    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
-    for name in by_remainder[:left]:
-        counts[name] += 1
-    return counts
+    return nearest_counts(length, {name: weights[name] for name in sizes})
 
 
 @final
@@ -147,9 +188,10 @@ class MixturePart(Joined):
         left_out: Mapping[str, int] | None = None,
         *,
         is_marked: bool = False,
+        schedule: Schedule | None = None,
     ) -> None:
         super().__init__(views, counts, keeps_ids=counts is None)
-        self._is_marked = is_marked
+        self._is_marked, self._schedule = is_marked, schedule
         self._weights, self._left_out = [weights[name] for name in views], left_out or {}
 
     def facts(self) -> DataFacts:
@@ -161,6 +203,7 @@ class MixturePart(Joined):
             # 2 bytes for each sample of an epoch
             source_ids=np.repeat(np.arange(len(self._names), dtype=np.int16), self._counts),
             split_rule="of each source as of data of its own",
+            drawn=self._schedule,
         )
 
     def __getitem__(self, i: int) -> Sample:
@@ -189,9 +232,11 @@ class MixturePart(Joined):
             often = f"each {repeats:.2f} times an epoch"
             if repeats < 1:
                 often = f"the same {percent(repeats)} in every epoch"
+            of_epoch = f"weight {self._weights[source]:g}, {number(count)} of "
+            if self._schedule is not None:
+                of_epoch, often = "", ""
             text = join_parts(
-                f"{name}: weight {self._weights[source]:g}",
-                f"{number(count)} of {plural(len(view), 'sample')}",
+                f"{name}: {of_epoch}{plural(len(view), 'sample')}",
                 often,
                 facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
                 left_out and f"{left_out:,} held out elsewhere",
@@ -206,4 +251,6 @@ class MixturePart(Joined):
                 "repeats": repeats,
                 "num_left_out": left_out,
             }
+        if self._schedule is not None:
+            rows += self._schedule.rows(self._names)
         return [*rows, row(mixture=record)]
