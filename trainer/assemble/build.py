@@ -51,7 +51,7 @@ def assemble(
     skips = step_ranges(config.data.skip_steps)
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths, skips)
     if (drawn := source.train.facts.drawn) is not None:
-        order.drawn = partial(drawn, seed=config.seed)
+        order.drawn = partial(drawn, config.seed)
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
     loader = open_loader(config, world, source.train)
     data = Data(order=order, lengths=lengths, loader=loader, total_steps=total_steps)

@@ -119,8 +119,8 @@ class DataFacts:
     # Of several sources: their names, and the number of each sample's
     source_names: Sequence[str] | None = None
     source_ids: npt.ArrayLike | None = None
-    # Gives the samples at places of a run, by the seed, in place of a permutation for each epoch
-    drawn: Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]] | None = None
+    # Gives, by the seed, the samples at places of a run, in place of a permutation for each epoch
+    drawn: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]] | None = None
 
     # Of data that split themselves
     split_rule: str | None = None  # by what, in words

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.features.mixture.schedule import Schedule
+from trainer.features.mixture.schedule import SourceSchedule
 
 WEIGHTS = st.tuples(*[st.sampled_from([0, 0.5, 1, 2.25, 7])] * 3).filter(any)
 
@@ -27,7 +27,7 @@ def test_shares_are_those_of_each_stage_and_a_source_repeats_nothing_before_all_
     }
     named = dict(zip("abc", sizes, strict=True))
     places = np.arange(begins[-1] + 300)
-    ids = Schedule(named, stages)(places, seed)
+    ids = SourceSchedule(named, stages)(seed, places)
     sources = np.searchsorted(np.cumsum(sizes), ids, side="right")
     for begin, end in zip(begins, [*begins[1:], len(places)], strict=True):
         shares = np.array([float(Fraction(w)) for w in stages[begin].values()])
@@ -41,4 +41,4 @@ def test_shares_are_those_of_each_stage_and_a_source_repeats_nothing_before_all_
             assert len({*part.tolist()}) == len(part)
     # Of any places alone, as a run that goes on asks.
     some = np.random.default_rng(seed).permutation(places)[:40]
-    assert (Schedule(named, stages)(some, seed) == ids[some]).all()
+    assert (SourceSchedule(named, stages)(seed, some) == ids[some]).all()

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from pathlib import Path
 from statistics import median
 from typing import Any, final
 
@@ -54,7 +55,7 @@ class MeasuredRun(Feature):
             other_bytes=other,
         )
 
-    def remark(self, entry: Mapping[str, Any], ids: Sequence[int]) -> str | None:
+    def remark(self, entry: Mapping[str, Any], ids: Sequence[int], folder: Path) -> str | None:
         """Note how long a step took, and remark nothing."""
         self.seconds.append(entry["seconds"])
         return None

@@ -22,7 +22,7 @@ from trainer.data.joined import Counts, Joined, MixtureSource
 from trainer.data.samples import SOURCE, DataFacts, KeyArray, Sample, num_tokens
 from trainer.data.split import HELD_OUT, TRAIN
 from trainer.data.view import DataView
-from trainer.features.mixture.schedule import Schedule, nearest_counts
+from trainer.features.mixture.schedule import SourceSchedule, nearest_counts
 from trainer.plan.lengths import picked
 
 _NONE = np.zeros(0, dtype=np.uint64)
@@ -32,15 +32,14 @@ _NONE = np.zeros(0, dtype=np.uint64)
 class Mixture:
     """Samples of several data sets in the shares of their weights.
 
-    With weights by stages an epoch is as many samples as all sources have, drawn by a `Schedule`.
-    Else:
-
-    An epoch takes `N_s = N w_s / sum(w)` samples of source `s`, rounded by the largest remainder.
-    Under `first_exhausted` the length of the epoch, `N`, is the most that repeats no sample; under
-    `all_exhausted` the least that leaves none out. Of a source with more samples those at even
-    distances are taken, the same in each epoch; one with fewer begins anew. The order in which the
-    run shuffles an epoch, source and all, follows from (seed, epoch) alone. What is held out of
-    each source is evaluated once, by itself and together, and trained on in no other one.
+    With weights by stages a `SourceSchedule` draws them, and an epoch is as many samples as all
+    sources have. Else an epoch takes `N_s = N w_s / sum(w)` samples of source `s`, rounded by the
+    largest remainder. Under `first_exhausted` the length of the epoch, `N`, is the most that
+    repeats no sample; under `all_exhausted` the least that leaves none out. Of a source with more
+    samples those at even distances are taken, the same in each epoch; one with fewer begins anew.
+    The order in which the run shuffles an epoch, source and all, follows from (seed, epoch) alone.
+    What is held out of each source is evaluated once, by itself and together, and trained on in no
+    other one.
 
     Args:
         sources: by name, opened.
@@ -87,7 +86,7 @@ class Mixture:
                 weight = f"data.sources.{name}.weight={float(shares[name]):g}"
                 raise ConfigError(f"{weight}: {text}; {remedy}")
         if weights is not None:
-            self._schedule = Schedule(sizes, weights)
+            self._schedule = SourceSchedule(sizes, weights)
 
     def splits(self) -> dict[str, MixturePart]:
         """Give what is trained on, with repeats, and what is held out, once."""
@@ -188,7 +187,7 @@ class MixturePart(Joined):
         left_out: Mapping[str, int] | None = None,
         *,
         is_marked: bool = False,
-        schedule: Schedule | None = None,
+        schedule: SourceSchedule | None = None,
     ) -> None:
         super().__init__(views, counts, keeps_ids=counts is None)
         self._is_marked, self._schedule = is_marked, schedule

@@ -40,7 +40,7 @@ def nearest_counts(length: int, weights: Mapping[str, Fraction]) -> dict[str, in
 
 @final
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """Places in a row that are drawn by the same weights: blocks with as many of each source.
 
     Within a block sources take turns as seats are given to parties (Webster, Sainte-Lague): the
@@ -58,7 +58,8 @@ class Stage:
         """Give the source at each place, and how many samples of it come before."""
         blocks, rest = np.divmod(places - self.begin, len(self.turns))
         sources = self.turns[rest]
-        return sources, self.before[sources] + blocks * self.counts[sources] + self.within[rest]
+        numbers: IntArray = blocks * self.counts[sources] + self.within[rest]
+        return sources, self.before[sources] + numbers
 
     def counts_before(self, place: int) -> IntArray:
         """Give the samples of each source before a place, (sources,)."""
@@ -69,7 +70,7 @@ class Stage:
 
 
 @final
-class Schedule:
+class SourceSchedule:
     """The samples of several sources, one source after the other, at each place of a run.
 
     A source goes on in a stage where it stood in the one before. Its samples come in a permutation
@@ -79,7 +80,7 @@ class Schedule:
     def __init__(self, sizes: Mapping[str, int], stages: Mapping[int, Mapping[str, float]]) -> None:
         self._sizes = np.array([*sizes.values()])
         self._firsts = np.cumsum([0, *self._sizes])
-        self.stages, before = list[Stage](), np.zeros(len(sizes), dtype=np.int64)
+        self.stages, before = list[MixtureStage](), np.zeros(len(sizes), dtype=np.int64)
         for begin, weights in stages.items():
             if self.stages:
                 before = self.stages[-1].counts_before(begin)
@@ -91,11 +92,11 @@ class Schedule:
             numbers = np.concatenate([np.arange(count) for count in counts])
             sources = np.repeat(np.arange(len(counts)), counts)
             order = np.argsort((numbers + 0.5) / counts[sources], kind="stable")
-            self.stages.append(Stage(begin, before, counts, sources[order], numbers[order]))
+            self.stages.append(MixtureStage(begin, before, counts, sources[order], numbers[order]))
         # Of each source, the number and the permutation of its pass over the data
         self._passes = dict[int, tuple[int, IntArray | Bijection]]()
 
-    def __call__(self, places: IntArray, seed: int) -> IntArray:
+    def __call__(self, seed: int, places: IntArray) -> IntArray:
         """Give the samples at some places, `(places,)`, in constant time for each."""
         found, begins = np.zeros_like(places), [stage.begin for stage in self.stages]
         stages = np.searchsorted(begins, places, side="right") - 1
