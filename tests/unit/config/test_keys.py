@@ -110,7 +110,7 @@ def test_option_files_say_what_they_choose_and_their_keys_are_their_constructors
                 assert " # " in line, line
         keys = yaml.safe_load(file.read_text())
         module, _, name = str(keys.pop("_target_", "")).rpartition(".")
-        if module:
+        if module and "hydra" not in file.parts:  # those are built by Hydra and Optuna
             made = getattr(importlib.import_module(module), name)
             known = inspect.signature(made).parameters.keys()
             group = file.parent.name
