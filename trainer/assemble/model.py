@@ -7,18 +7,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from trainer.accumulate.base import GradientStrategy
 from trainer.assemble import hardware
 from trainer.assemble.features import StepShape
 from trainer.assemble.instantiate import construct
 from trainer.assemble.loaders import fit_loader
 from trainer.assemble.module import build_model
-from trainer.assemble.objective import Chosen, choose_objective
+from trainer.assemble.objective import Chosen, choose_objective, known_objective
 from trainer.assemble.saved import Saved
 from trainer.assemble.typed import ChosenOptimizer, TypedParts, fitting_optimizer, with_half_lives
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import model_coupling, strictest
 from trainer.core.world import World
+from trainer.models.facts import facts_of
+from trainer.models.frozen import add_frozen
+from trainer.objectives.base import Objective
 from trainer.optim.schedules import with_length_steps
 from trainer.training.data import Data
 from trainer.training.model import Model
@@ -41,10 +46,15 @@ def make_model(
         is_stated="micro_batch" in typed.cut.couplings,
         is_padded=not data.lengths.is_constant,
     )
+    stored = saved.stored
+    goes_on = stored is not None and stored.is_resumed
+    if stored is not None and goes_on:
+        known = known_objective(config, typed.objective, terms.contract, typed.tokenizer)
+        stored = replace(stored, make_frozen=partial(_frozen_model, config, known))
     build = partial(
         build_model,
         *(config, world, given, typed.spec),
-        stored=saved.stored,
+        stored=stored,
         adjust=partial(features.adjust, shape=shape),
         with_values=with_values,
     )
@@ -63,6 +73,10 @@ def make_model(
     # The loss, and how gradients of micro-batches and of ranks become the step's.
     chosen = choose_objective(config, typed.objective, module, data.loader, typed.tokenizer)
     objective = chosen.objective
+    if not goes_on:
+        make = partial(_frozen_model, config, objective)
+        added = add_frozen(module, make, weights or {}, world.device)
+        weights = weights and {**weights, **added}
     strategy = construct(
         *(config.accum.gradient, "accum.gradient", GradientStrategy, config.trust),
         given={"objective": objective},
@@ -76,7 +90,7 @@ def make_model(
 
     # The update: lengths of the schedule become steps, and half-lives follow the global batch.
     schedule = with_length_steps(typed.schedule, data.order, data.lengths, data.total_steps)
-    optimizer = fitting_optimizer(config, module, terms.contract)
+    optimizer = fitting_optimizer(config, module, terms.contract, objective)
     optimizer = with_half_lives(optimizer, schedule, data.order.sizes)
     # How far the samples of a step depend on each other, by all that couples them.
     coupling = model_coupling(module)
@@ -98,3 +112,9 @@ def make_model(
         clip_norm=config.clip_norm,
     )
     return model, chosen, optimizer
+
+
+def _frozen_model(config: RunConfig, objective: Objective, module: nn.Module) -> nn.Module | None:
+    """Make what is beside a model; one below an adapter is not how a run with `init=` began."""
+    can_switch = facts_of(module).without_adapter is not None
+    return objective.frozen_model(module, has_base=can_switch and config.init is None)

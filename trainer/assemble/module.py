@@ -33,6 +33,7 @@ from trainer.models.first_weights import (
     counted,
     refuse_lazy_or_sparse,
 )
+from trainer.models.frozen import add_frozen
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
 from trainer.optim.masters import widen_gradients
@@ -179,6 +180,7 @@ def _construct(
     if stored is not None and not is_before:
         if stored.is_adapter:
             stored = _adopted(stored, module, transforms[-1])
+        unread |= add_frozen(module, stored.make_frozen, unread, world.device)
         unread |= stored.fill(module)
     return module
 

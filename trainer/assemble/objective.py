@@ -84,6 +84,16 @@ def choose_objective(
     return chosen
 
 
+def known_objective(
+    config: RunConfig,
+    typed: Chosen | None,
+    recorded: Mapping[str, Any],
+    tokenizer: RunTokenizer,
+) -> Objective:
+    """Give the objective of a run that goes on, before its model is there."""
+    return typed.objective if typed else trained_objective(config, recorded, tokenizer)
+
+
 def trained_objective(
     config: RunConfig, recorded: Mapping[str, Any], tokenizer: RunTokenizer
 ) -> Objective:

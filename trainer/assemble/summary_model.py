@@ -14,6 +14,7 @@ from trainer.core.rows import Row, join_parts, row
 from trainer.core.tensors import dtype_word, gradient_dtype
 from trainer.models.facts import ModelFacts, facts_of
 from trainer.models.first_weights import is_on_meta
+from trainer.models.frozen import frozen_of
 from trainer.verify.diagnose import low_precision
 
 _LARGE = 10_000_000  # parameters that are written in short from here on
@@ -31,6 +32,11 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
         whole += parameter.numel()
         if parameter.requires_grad:
             trained += parameter.numel()
+    beside, others = 0, None
+    if (compared := frozen_of(run.model.module)) is not None:
+        beside = sum(parameter.numel() for parameter in compared.parameters())
+        whole -= beside
+        others = f"{_magnitude(beside)} more, frozen, that the loss compares it with"
     init, frozen = _init(run, facts), whole - trained
     stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
     begins = join_parts(init, stored, f"{dtypes['memory']} in memory")
@@ -47,6 +53,7 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
         row("model", text, group="asked", model=name, num_parameters=trained, num_frozen=frozen),
         row("adapter", adapter, adapter=settings),
         row("weights", begins, init=init, dtypes=dtypes),
+        row("beside it", others, num_beside=beside),
         _gradients(run),
     ]
 

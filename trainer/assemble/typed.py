@@ -24,6 +24,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.stateful import Stateful
 from trainer.models.facts import facts_of
+from trainer.objectives.base import Objective
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer, TrainingJob
 from trainer.optim.schedules import OwnScheduler, Schedule
 from trainer.plan.batch_size import BatchSize
@@ -118,7 +119,7 @@ def typed_optimizer(config: RunConfig, given: Mapping[str, Any]) -> OptimizerSpe
 
 
 def fitting_optimizer(
-    config: RunConfig, module: nn.Module, recorded: Mapping[str, Any]
+    config: RunConfig, module: nn.Module, recorded: Mapping[str, Any], objective: Objective
 ) -> ChosenOptimizer:
     """Build the optimizer with the settings that suit a model where none are typed.
 
@@ -126,7 +127,11 @@ def fitting_optimizer(
     it is empty where a run begins.
     """
     job, why = _job(config, module)
-    given = _settings(config, job)
+    given = {**_settings(config, job)}
+    share = objective.rate_share
+    if share != 1 and job != "scratch" and "lr" in given:
+        given["lr"] *= share
+        why = f"{why}; {type(objective).__name__} takes {share:g} of the usual rate"
     if recorded.get("optimizer._target_") == config.optimizer.target:
         why = "as the run began"
         given = {name: recorded.get(f"optimizer.{name}") for name in given}

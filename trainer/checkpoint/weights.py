@@ -34,6 +34,7 @@ from trainer.core.run_folder import RunFolder
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import bits_of, dtype_name, fill, in_main_memory, whole_of
 from trainer.core.world import World
+from trainer.models.frozen import MakeFrozen, frozen_of, no_frozen, without_frozen
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -64,6 +65,7 @@ class StoredWeights:
     others: Mapping[str, Any] = field(default_factory=dict)
     # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
     frozen: Mapping[str, str] = field(default_factory=dict)
+    make_frozen: MakeFrozen = no_frozen  # makes what is beside a model that goes on
 
     @classmethod
     def of(cls, state: State, source: object, loaded: Loaded | None = None) -> StoredWeights:
@@ -93,7 +95,8 @@ class StoredWeights:
         """Find the weights and buffers of a model, by the names in its `state_dict`."""
         named = _tensors_of(model.state_dict(keep_vars=True))
         expected = {plain_name(name): tensor for name, tensor in named.items()}
-        found = _with_prefix(self.values, expected)
+        values = without_frozen(self.values) if frozen_of(model) is None else self.values
+        found = _with_prefix(values, expected)
         # The first name of each tensor, which may have several.
         first: dict[int, str] = {}
         for alias, tensor in expected.items():
@@ -173,8 +176,11 @@ class ModelPart(Stateful):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
                 frozen[plain_name(name)] = parameter
-        if stored is None or stored.is_adapter:
+        if stored is None:
             return cls(module, digests_of(frozen))
+        if stored.is_adapter:
+            # What is beside the model may be a copy of it with that adapter.
+            return cls(module, digests_of(without_frozen(frozen)))
         digests = dict[str, str]()
         for name in frozen:
             if name in stored.frozen:
@@ -367,7 +373,7 @@ def export(
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
-    weights: dict[str, Any] = dict(checkpoint_weights(loaded).values)
+    weights: dict[str, Any] = without_frozen(checkpoint_weights(loaded).values)
     if model is not None:
         weights = {}
         for name, tensor in _tensors_of(model.state_dict()).items():

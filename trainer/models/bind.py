@@ -20,6 +20,8 @@ from trainer.core.micro_batch import Fields
 from trainer.models.attention import computed_in
 from trainer.models.check import refuse_dtypes
 from trainer.models.compilation import COMPILED
+from trainer.models.facts import facts_of
+from trainer.models.frozen import evaluating, frozen_of
 from trainer.models.output_layer import IS_LAST, candidate, declares_logits
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,10 +45,25 @@ class ModelRun:
     run: Callable[[Fields], Any]
     module: nn.Module
     declares_logits: bool  # see `declares_logits`
+    beside: ModelRun | None = None  # the call of the frozen model, where there is one
 
     def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
         """Run the model as it is."""
         return self.run(fields)
+
+    @contextmanager
+    def frozen(self) -> Iterator[ModelRun]:
+        """Lend the call of the frozen model, or of this one as its adapter leaves it.
+
+        Inside the block nothing has a graph or dropout. Call this model first: then what both have
+        in shards is there.
+        """
+        run, switch = self.beside or self, None
+        if self.beside is None:
+            switch = facts_of(self.module).without_adapter
+        switched_off = nullcontext() if switch is None else switch()
+        with evaluating(run.module), torch.no_grad(), switched_off:
+            yield run
 
     @property
     def output_layer(self) -> Any:  # noqa: ANN401 - of any class
@@ -118,7 +135,10 @@ def bind(
             refuse_dtypes(error, written, arguments)
             raise
 
-    return ModelRun(call, written, declares_logits(written))
+    beside = None
+    if (frozen := frozen_of(written)) is not None:
+        beside = bind(frozen, autocast=autocast, device_type=device_type)
+    return ModelRun(call, written, declares_logits(written), beside)
 
 
 def _pass(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,8 @@ class ModelFacts:
     omit_mask: Callable[[], object] | None = None
     # Has it attend to packed documents one by one, and gives what undoes that; None where it cannot
     attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
+    # Switches its adapter off inside a block: then it is the model that training began with
+    without_adapter: Callable[[], AbstractContextManager[None]] | None = None
     # Continues a prompt as its library does, and calls with each token; None where it does not
     continue_prompt: Callable[[Continuation, Callable[[int], object]], object] | None = None
     # Names parameters that are several matrices, or transposed ones
@@ -87,6 +90,9 @@ class ModelFacts:
 
 FACTS = "model_facts"
 """Attribute of a module: what whoever made it knows. Parts of a model may have their own."""
+
+BESIDE = "frozen_model"
+"""Name of a child of a module that is beside the model, and no part of it."""
 
 
 def noted(made: Any) -> Any:  # noqa: ANN401 - whatever was made
@@ -126,7 +132,7 @@ def facts_of(module: nn.Module, arguments: Mapping[str, Any] | None = None) -> M
         source: str | None = sources[0]
         # Beside a part that was loaded, all else begins new.
         for name in sorted(dict(module.named_parameters())):
-            if not name.startswith(tuple(prefixes)):
+            if not name.startswith((*prefixes, f"{BESIDE}.")):
                 new.append(name)
     else:
         source = library.source_in(arguments or {})

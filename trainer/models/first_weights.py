@@ -200,6 +200,10 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
         is_made = isinstance(found, Tensor) and not any(isinstance(x, Tensor) for x in values)
         if is_made and found.is_meta and "empty" not in func._schema.name:
             self._record(found, func, args, kwargs, makes=True)
+        # A copy begins as what it is of.
+        if func is torch.ops.aten.clone.default and (fills := self.fills.get(_key(args[0]))):
+            self._storages.append(found.untyped_storage())
+            self.fills[_key(found)] = [*fills]
         return found
 
     def _record(self, target: Tensor, func: Any, args: Any, kwargs: Any, *, makes: bool) -> None:  # noqa: ANN401

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.core.declared_state import EarlierState, has_declared_state
+from trainer.models.facts import BESIDE
 
 _OWN_FUNCTION = "_gradient_checkpointing_func"  # of layers of Hugging Face models
 SIGNIFICANT = 0.2
@@ -148,7 +149,10 @@ def recompute_nothing(model: nn.Module) -> None:
 
 def _outermost(module: nn.Module) -> list[nn.Module]:
     stacks: list[nn.Module] = []
-    for child in module.children():
+    for name, child in module.named_children():
+        # What is beside the model is no part of it.
+        if name == BESIDE:
+            continue
         is_stack = isinstance(child, nn.ModuleList)
         if isinstance(child, nn.Sequential):
             is_stack = any([*part.children()] for part in child)

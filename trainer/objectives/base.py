@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Self, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
@@ -107,6 +107,9 @@ class Objective(Described, ABC):
     predicts_next: bool = False
     """Whether logits are of the token behind their position, so that text can be continued."""
 
+    rate_share: float = 1.0
+    """The share it takes of the default learning rate of loaded weights, or of an adapter."""
+
     is_of_model: bool = False
     """Whether the model computes the loss, as it likes."""
 
@@ -119,6 +122,15 @@ class Objective(Described, ABC):
     @property
     def label_kind(self) -> LabelKind | None:
         """What its labels are, where its `sums` give the `statistics_of` logits and labels."""
+        return None
+
+    def frozen_model(self, module: nn.Module, *, has_base: bool) -> nn.Module | None:
+        """Make the frozen model that the loss needs beside the trained one; None where it has all.
+
+        Called once, with the model as training begins. What is given is laid out, saved and copied
+        with the model. In `sums`, `with model.frozen() as frozen:` lends its call; where there is
+        none, that of the model as its adapter leaves it, which `has_base` says is how it began.
+        """
         return None
 
     def prepare(self, sample: dict[str, Tensor]) -> Mapping[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 from trainer.config.messages import first_of
 from trainer.core.format import plural
 from trainer.core.rows import Row, join_parts, row
+from trainer.models.frozen import own_parameters
 from trainer.optim.depth import depth_scales
 from trainer.optim.optimizers import OptimizerSpec, match_groups
 
@@ -24,7 +25,8 @@ def optimizer_rows(spec: OptimizerSpec, model: nn.Module, factor: float) -> list
         taken = set[int]()
         for _, members in matched:
             taken.update(map(id, members))
-        matched.append(("others", [p for p in model.parameters() if id(p) not in taken]))
+        rest = {id(p): p for _, p in own_parameters(model) if id(p) not in taken}
+        matched.append(("others", [*rest.values()]))
     lines, rows = list[str](), list[Row]()
     for pattern, members in matched:
         settings = spec.groups.get(pattern, {})

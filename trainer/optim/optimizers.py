@@ -26,6 +26,7 @@ from trainer.config.components import Betas, EmaDecay, NonNegative
 from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described, Row
+from trainer.models.frozen import own_parameters
 from trainer.models.norms import NORMS
 from trainer.optim.bias_correction import change_betas
 from trainer.optim.depth import depth_scales
@@ -319,7 +320,7 @@ def _not_decayed(model: nn.Module) -> set[int]:
 def match_groups(model: nn.Module, groups: OptimizerGroups) -> dict[str, list[nn.Parameter]]:
     """Give every parameter to the first pattern that matches one of its names."""
     # Tied weights have several names, and a pattern may match any of them.
-    names = list(model.named_parameters(remove_duplicate=False))
+    names = list(own_parameters(model))
     taken: set[int] = set()
     found: dict[str, list[nn.Parameter]] = {}
     for pattern in groups:

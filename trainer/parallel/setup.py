@@ -16,6 +16,7 @@ from trainer.core.rows import Described, Row, RunFacts, row
 from trainer.core.tensors import gradient_dtype
 from trainer.core.world import World
 from trainer.models.first_weights import FirstWeights
+from trainer.models.frozen import frozen_of
 from trainer.models.norms import has_running_norm
 from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
@@ -158,6 +159,9 @@ class ParallelSetup(Described):
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
         blocks = separable_blocks(module)
+        if (frozen := frozen_of(module)) is not None:
+            # A unit of its own, which is called from outside of the model's forward.
+            blocks = (*blocks, *separable_blocks(frozen), frozen)
         return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, weights=weights)
 
     @contextmanager

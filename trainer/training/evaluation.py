@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, TypedDict, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.accumulate.base import at_places, summed
 from trainer.core.errors import DoesNotFitError, Preempted
@@ -21,6 +21,7 @@ from trainer.core.tensors import full_products
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import Casts
+from trainer.models.frozen import evaluating
 from trainer.objectives.base import ModelCall, Objective, Sums, checked, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.metrics import metrics_of_sums
@@ -219,18 +220,6 @@ def inference(model: Parallel, world: World) -> Iterator[None]:
     casts = Casts(model.module).once(world.device.type)
     with evaluating(model.module), casts, torch.no_grad():
         yield
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluate without dropout, and leave each submodule in the mode it was found in."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 @final

@@ -20,10 +20,10 @@ from trainer.core.micro_batch import to_device
 from trainer.core.stateful import State, Stateful
 from trainer.core.world import World
 from trainer.models.bind import Casts
+from trainer.models.frozen import evaluating
 from trainer.models.norms import normalizes_batch
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed
-from trainer.training.evaluation import evaluating
 
 if TYPE_CHECKING:
     from trainer.features.batch_norm.mode import BatchNormMode

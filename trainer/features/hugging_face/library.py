@@ -19,7 +19,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import DTYPE_WORDS, python_text
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.micro_batch import Fields
-from trainer.features.hugging_face import classes
+from trainer.features.hugging_face import classes, lora
 from trainer.features.hugging_face.by_document import attend_by_document
 from trainer.features.hugging_face.continuation import GENERATING, continue_prompt
 from trainer.features.hugging_face.fused import known_fused
@@ -132,6 +132,7 @@ class HuggingFace(ModelLibrary):
             stored_dtypes=partial(_stored_dtypes, source),
             attend_by_document=partial(attend_by_document, module),
             fused=partial(known_fused, module),
+            without_adapter=lora.switch_of(module),
         )
         if task is None or not TASKS[task].of_body:
             facts = facts.filled(new_head=facts.new)

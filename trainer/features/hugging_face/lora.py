@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, final, get_type_hints
 
@@ -308,3 +310,25 @@ def _in_files(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     found = get_peft_model_state_dict(model, state, _NAME, save_embedding_layers=False)
     return {f"{_PREFIX}{name}": tensor for name, tensor in found.items()}
+
+
+def switch_of(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
+    """Give what switches an adapter off; None where there is none, or it changed what it is on."""
+    config = vars(model).get("peft_config", {}).get(_NAME)
+    # Other first weights are taken out of the layer's own, or are not 0.
+    if config is None or config.init_lora_weights not in _DRAWN:
+        return None
+    return partial(_switched_off, model)
+
+
+@contextmanager
+def _switched_off(model: nn.Module) -> Iterator[None]:
+    """Compute without the adapter; peft's own switch would change what is trained, too."""
+    parts = [part for part in model.modules() if hasattr(part, "disable_adapters")]
+    for part in parts:
+        vars(part)["_disable_adapters"] = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            vars(part)["_disable_adapters"] = False

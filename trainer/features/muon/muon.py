@@ -23,6 +23,7 @@ from trainer.core.format import plural
 from trainer.core.rows import Row, row
 from trainer.features.muon.orthogonal import FUSED, HiddenMatrices
 from trainer.models.facts import facts_of
+from trainer.models.frozen import own_parameters
 from trainer.models.fused import FusedMatrix, fused_matrices
 from trainer.models.output_layer import output_matrices, unmultiplied
 from trainer.optim.optimizers import (
@@ -149,7 +150,7 @@ def _fused_in(model: nn.Module) -> dict[int, FusedMatrix]:
 def _hidden_matrices(model: nn.Module) -> set[int]:
     """Give the ids of matrices that are neither looked up, nor added, nor give the output."""
     found = set[int]()
-    for parameter in model.parameters():
+    for _, parameter in own_parameters(model):
         if parameter.ndim == 2 and not parameter.is_complex():  # noqa: PLR2004 - a matrix
             found.add(id(parameter))
     for part in model.modules():
