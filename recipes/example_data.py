@@ -10,6 +10,7 @@ Nothing is downloaded. The folder gets, of the docstrings of the standard librar
 * summaries.jsonl: `document` and `summary`, a docstring and its first sentence,
 * similar.csv: `sentence1`, `sentence2` and a `score`: a first sentence with what follows it (5),
   with that of another docstring of its module (3), and with that of one of another package (0),
+* preferences.jsonl: `prompt`, `chosen`, `rejected`: a question, its answer and a later paragraph,
 * tokenizer/: byte-pair encoding of 2,048 ids, trained on them, with a chat template.
 """
 
@@ -81,7 +82,11 @@ def main(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     found = [*docstrings()]
-    first = {text: text.partition("\n\n")[0].replace("\n", " ") for _, _, text in found}
+    first, last = dict[str, str](), dict[str, str]()
+    for _, _, text in found:
+        first[text], _, rest = text.partition("\n\n")
+        first[text] = first[text].replace("\n", " ")
+        last[text] = " ".join(rest.rpartition("\n\n")[2].split())
     records = {
         "corpus": [{"text": text} for _, _, text in found],
         "chat": [
@@ -92,6 +97,15 @@ def main(folder: Path) -> None:
                 ]
             }
             for _, name, text in found
+        ],
+        "preferences": [
+            {
+                "prompt": [{"role": "user", "content": f"What is {name}?"}],
+                "chosen": [{"role": "assistant", "content": first[text]}],
+                "rejected": [{"role": "assistant", "content": last[text]}],
+            }
+            for _, name, text in found
+            if last[text]
         ],
         "summaries": [
             {"document": text, "summary": first[text]}

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -46,6 +46,7 @@ class ModelRun:
     module: nn.Module
     declares_logits: bool  # see `declares_logits`
     beside: ModelRun | None = None  # the call of the frozen model, where there is one
+    is_whole: bool = False  # whether the output layer stays in it
 
     def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
         """Run the model as it is."""
@@ -63,15 +64,14 @@ class ModelRun:
             switch = facts_of(self.module).without_adapter
         switched_off = nullcontext() if switch is None else switch()
         with evaluating(run.module), torch.no_grad(), switched_off:
-            yield run
+            yield replace(run, is_whole=self.is_whole)
 
     @property
     def output_layer(self) -> Any:  # noqa: ANN401 - of any class
         """The layer `x @ weight.T + bias` whose outputs are the logits; None where none is."""
         layer = candidate(self.module)
-        if layer is not None and (self.declares_logits or IS_LAST in vars(layer)):
-            return layer
-        return None
+        is_known = self.declares_logits or (layer is not None and IS_LAST in vars(layer))
+        return layer if is_known and not self.is_whole else None
 
     @property
     def compiled_by(self) -> str | None:

@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import filterfalse
 from types import SimpleNamespace
@@ -25,10 +24,10 @@ from torch import Tensor, nn
 from trainer.accumulate.base import seed_draws, sum_of
 from trainer.config.messages import clip
 from trainer.core import gpu
-from trainer.core.micro_batch import Fields, MicroBatch
+from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.models.bind import ModelRun
-from trainer.objectives.base import ModelCall, Sums, sums_of
+from trainer.objectives.base import Sums, sums_of
 from trainer.verify.case import Case
 
 # Stands for code that runs in no module of the model: the objective's
@@ -188,18 +187,6 @@ class Trace(NamedTuple):
     losses: Losses
 
 
-@final
-@dataclass(frozen=True)
-class _Whole:
-    """A call with the output layer in it: whether chunks replace that depends on their size."""
-
-    run: ModelCall
-    module: nn.Module  # which objectives ask, as that of encoder-decoders does
-
-    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        return self.run(fields)
-
-
 class Difference(NamedTuple):
     """How one pass over some of the samples of a trace differs from it."""
 
@@ -286,7 +273,8 @@ def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
     fields = run.cast(micro_batch).fields
     call = run.context.parallel.call
     if isinstance(call, ModelRun):
-        call = _Whole(call.run, call.module)
+        # Whether chunks replace the output layer depends on their size.
+        call = dataclasses.replace(call, is_whole=True)
     return sums_of(run.context.model.objective, call, fields, micro_batch.weights)
 
 

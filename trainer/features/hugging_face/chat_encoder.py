@@ -48,7 +48,8 @@ def unread_by_template(
     found = dict[str, str]()
     if "tools" in form.columns:
         found["tools"] = form.columns["tools"]
-    columns = [form.columns.get(role, "") for role in ("messages", "prompt", "completion")]
+    roles = ("messages", "prompt", "completion", "chosen", "rejected")
+    columns = [form.columns.get(role, "") for role in roles]
     for record, column in product(records, columns):
         for key in _keys_of_messages(record, column):
             found[key] = f"{column}.{key}"
@@ -76,6 +77,8 @@ def _keys_of_messages(record: Any, column: str) -> Iterator[str]:  # noqa: ANN40
 
 def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collection[str]:
     """Name the options of `OF_ANSWERS` that count for records of a format."""
+    if form in {"preference", "comparison"}:
+        return ("chat_template", "chat_template_kwargs", *["truncation"] * (overlong == "cut"))
     if form not in {"chat", "prompt and completion", "instruction"}:
         return ()
     is_text = form == "instruction" and not is_chat
@@ -210,7 +213,7 @@ def prompt_tokens(
     own, and its variables.
     """
     ends = [tokenizer.eos_token_id]
-    if form in {"chat", "instruction"} and has_template(tokenizer, template):
+    if form in {"chat", "instruction", "preference"} and has_template(tokenizer, template):
         messages = [{"role": "user", "content": text}]
         whole = [*messages, {"role": "assistant", "content": _ANSWER}]
         variables = {**template}

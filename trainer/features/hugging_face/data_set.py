@@ -16,8 +16,10 @@ from torch.nn import functional as F
 from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
+from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.chat import LearnedAnswers
+from trainer.data.collate import LABELS
 from trainer.data.documents import FieldSamples, TextSamples, TwoSides, samples_of
 from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord, Sample
 from trainer.data.split import HOLDOUT, TRAIN, held_out_mask
@@ -38,6 +40,7 @@ _ASKED = {
     **{"span": "questions on a text", "choices": "questions with choices"},
     **{"source and target": "texts to rewrite", "pair": "texts to embed"},
     **{"prompt and completion": "prompts", "instruction": "instructions", "chat": "chats"},
+    **{"preference": "prompts", "comparison": "texts to score"},
 }
 """What records of each format are called where nothing is learned."""
 
@@ -63,6 +66,8 @@ class HuggingFaceData(TwoSides):
       are computed, as long as the longer one, so the length of the sample is twice that. Behind
       them stand hard negatives, of `negative`, or of labels such as those of NLI; `score` is a
       field, and `id`, `anchor_id` and `positive_id` are digests.
+    * `chosen` and `rejected`, with a `prompt` or one that both begin with: `(2, time)`, a row each;
+      for a causal model `labels` are the answers, for a classifier a `margin` may stand beside.
     * `source` and `target`, or `document` and `summary`: `labels` of a length of their own.
 
     Records are held out by their ids, so that copies of one, and all samples of a document, stay
@@ -304,7 +309,7 @@ def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
     longest = max(sample[INPUT_IDS].shape[1] for sample in samples)
     stacked = dict[str, Tensor]()
     for name in samples[0]:
-        fill = pad_token if name == INPUT_IDS else 0
+        fill = {INPUT_IDS: pad_token, LABELS: IGNORED}.get(name, 0)
         column = list[Tensor]()
         for sample in samples:
             field = sample[name]

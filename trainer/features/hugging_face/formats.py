@@ -54,14 +54,6 @@ def recognise(
     if not learns:
         typed = _without_learned(typed or {}, columns, task)
     readable, named = _typed_roles(typed or {}, columns)
-    if {"chosen", "rejected"} <= {*columns} and not named and learns:
-        roles = {"messages": "chosen"}
-        if "prompt" in columns:
-            roles = {"prompt": "prompt", "completion": "chosen"}
-        raise DataError(
-            f"{place}: preference pairs (chosen, rejected) are not trained on; to learn the chosen "
-            f"answers alone, type {_as_typed(roles)}"
-        )
     formats = [*_usual(task, learns=learns)]
     _check_typed(named, columns, task, formats)
     for name, usual in formats:
@@ -126,8 +118,8 @@ def as_trained(
     stand in their place.
     """
     name, found = str(trained["name"]), dict[str, str]()
-    learned = _learned(name, trained["columns"])
-    optional = {*_optional(name), *_FORMATS.get(name, {}).get("asked_beside", ())}
+    learned, words = _learned(name, trained["columns"]), _FORMATS.get(name, {})
+    optional = {*_optional(name), *words.get("asked_beside", ()), *words.get("spared", ())}
     roles = dict.fromkeys((*trained["columns"], *optional))
     for role in learned:
         roles.pop(role, None)

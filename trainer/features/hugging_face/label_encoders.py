@@ -278,7 +278,7 @@ def target_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
 def padded_rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, list[list[int]]]:
     """Pad the rows of a sample to the longest."""
     longest = max(map(len, found[INPUT_IDS]))
-    fills = {INPUT_IDS: pad_token, ATTENTION_MASK: 0, TYPE_IDS: 0}
+    fills = {INPUT_IDS: pad_token, ATTENTION_MASK: 0, TYPE_IDS: 0, LABELS: IGNORED}
     rows = {}
     for name, fill in fills.items():
         if name in found:

@@ -221,6 +221,8 @@ def _objective(module: nn.Module, pooling: str | None, fields: Fields) -> tuple[
     # It is asked of a model with a task alone.
     assert task is not None
     labels, ids = fields.get("labels"), fields.get("input_ids")
+    if (of_pairs := TASKS[task].of_pairs) and ids is not None and ids.dim() == 3:  # noqa: PLR2004
+        return of_pairs, "as the data give chosen and rejected answers"
     if TASKS[task].objective == "classify" and (problem := _problem_of(module, labels)) in _NUMBERS:
         return _NUMBERS[problem], f"as the model is made for {problem}"
     are_ids = labels is not None and ids is not None and torch.equal(labels, ids)

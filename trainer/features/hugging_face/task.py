@@ -23,6 +23,8 @@ class TaskWords:
     ends: Sequence[str] = ()
     # What a record may hold, the first that fits first
     formats: Sequence[str] = ()
+    # The option where samples are pairs of answers
+    of_pairs: str | None = None
     peft: str | None = None
     trained_heads: Collection[str] = ()  # which peft trains whole, and loads, whatever files say
     has_classes: bool = False

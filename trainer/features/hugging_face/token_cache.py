@@ -26,6 +26,7 @@ from trainer.data.lines import FAULT_COLUMN, fault
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
 from trainer.features.hugging_face.formats import Format, as_trained, recognise
+from trainer.features.hugging_face.preference_encoder import preference_fields
 from trainer.features.hugging_face.records import RecordSource
 from trainer.plan.cut import IntArray
 
@@ -35,6 +36,7 @@ _PROBE = f"{string.printable} äßéñ 漢字 the of and"
 """A text whose ids tell tokenizers apart."""
 _OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
+    **{"preference": "drop", "comparison": "drop"},
 }
 """What becomes of longer records where nobody says; of all others the head is kept."""
 _WITHOUT_CLASSES = {
@@ -182,9 +184,7 @@ def _fields_of(
             "divided; use drop or cut"
         )
     if form.name in _OVERLONG:
-        if not options.learns:
-            return partial(chat_encoder.prompt_fields, options=options.of_answers), {}
-        return partial(chat_encoder.answer_fields, options=options.of_answers), {}
+        return _encodes_answers(form, options)
     if form.name == "choices":
         count = _num_choices(form, _records(source, parts))
         return partial(label_encoders.choice_fields, num_choices=count), {}
@@ -204,6 +204,20 @@ def _fields_of(
     labels = _labels(source, parts, form.columns[form.name], options)
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
     return partial(encode_record, labels=labels), facts
+
+
+def _encodes_answers(
+    form: Format, options: EncodeOptions
+) -> tuple[encode.FieldsOf, dict[str, Any]]:
+    """Choose what encodes answers, pairs of them, or prompts alone."""
+    fields_of, facts = chat_encoder.answer_fields, dict[str, Any]()
+    if form.name == "comparison":
+        fields_of, facts = partial(preference_fields, scores=True), {"num_classes": 1}
+    elif not options.learns:
+        fields_of = chat_encoder.prompt_fields
+    elif form.name == "preference":
+        fields_of = preference_fields
+    return partial(fields_of, options=options.of_answers), facts
 
 
 def _labels(

@@ -1,0 +1,86 @@
+"""Pairs of answers become two rows behind one prompt; what is no pair is named, or counted."""
+
+from functools import partial
+
+import pytest
+
+from tests.lib.chats import chat_tokenizer
+from trainer.features.hugging_face.encode import OF_ANSWERS, DroppedError, RecordEncoder
+from trainer.features.hugging_face.formats import Format
+from trainer.features.hugging_face.preference_encoder import preference_fields
+
+OPTIONS = {name: default for name, (default, _) in OF_ANSWERS.items()}
+ASKED = {"role": "user", "content": "why"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def encode(record: dict, *, scores: bool = False, length: int = 100, overlong: str = "cut"):
+    encoder = RecordEncoder(
+        format=Format("preference", {}),
+        is_json=False,
+        tokenizer=chat_tokenizer(),
+        max_length=length,
+        overlong=overlong,
+        fields_of=partial(preference_fields, options=OPTIONS),
+    )
+    return encoder.tokenizer, preference_fields(encoder, record, OPTIONS, scores=scores)
+
+
+def answers(record: dict) -> list[str]:
+    tokenizer, fields = encode(record)
+    learned = []
+    for row in fields["labels"]:
+        learned.append(tokenizer.decode([i for i in row if i >= 0]))
+    assert all(mask.count(1) <= len(mask) for mask in fields["attention_mask"])
+    assert len({len(row) for rows in fields.values() for row in rows}) == 1
+    return learned
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [ASKED], "chosen": [said("good one")], "rejected": [said("bad")]},
+        {"chosen": [ASKED, said("good one")], "rejected": [ASKED, said("bad")]},
+        {"prompt": "why", "chosen": [ASKED, said("good one")], "rejected": [ASKED, said("bad")]},
+    ],
+)
+def test_the_prompt_of_conversations_is_a_column_or_what_both_begin_with(record):
+    chosen, rejected = answers(record)
+    assert chosen.startswith("good one")
+    assert rejected.startswith("bad")
+
+
+def test_texts_without_a_prompt_share_what_both_begin_with_in_whole_words():
+    chosen, rejected = answers({"chosen": "we go to parks", "rejected": "we go to part ways"})
+    assert chosen.startswith(" parks")
+    assert rejected.startswith(" part ways")
+
+
+def test_scored_texts_are_whole_and_have_no_labels():
+    tokenizer, fields = encode(
+        {"prompt": "why", "chosen": " so", "rejected": " no way", "margin": "0.5"}, scores=True
+    )
+    assert fields.keys() == {"input_ids", "attention_mask", "margin"}
+    assert fields["margin"] == 0.5
+    assert tokenizer.decode(fields["input_ids"][1]).removeprefix("<s>").startswith("why no way")
+
+
+@pytest.mark.parametrize(
+    ("record", "how", "why"),
+    [
+        ({"chosen": " same", "rejected": " same"}, {}, "are the same"),
+        ({"chosen": " a b c d e f", "rejected": " a"}, {"length": 3, "overlong": "drop"}, "longer"),
+        ({"chosen": " a b c d", "rejected": " e f g h"}, {"length": 2}, "without a loss term"),
+    ],
+)
+def test_what_teaches_nothing_is_left_out_and_counted(record, how, why):
+    with pytest.raises(DroppedError, match=why):
+        encode({"prompt": "the long prompt", **record}, **how)
+
+
+def test_a_margin_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match="margin 'much' is no number"):
+        encode({"chosen": "a", "rejected": "b", "margin": "much"}, scores=True)
