@@ -34,7 +34,7 @@ PAGES = {  # what the keys of each page decide, and the how-to pages that set th
     "tokenizer": ("how text becomes tokens", "text own/tokenizer"),
     "adapter": ("whether an adapter (LoRA) is trained beside a frozen model", "adapters"),
     "data": ("what is trained on, and what is held out", "formats data hold-out"),
-    "objective": ("the loss", "text contrastive text-pairs own/objective"),
+    "objective": ("the loss", "text contrastive text-pairs preferences own/objective"),
     "optimizer": ("the update, clipping and averages of the weights", "learning-rate checkpoints"),
     "scheduler": ("the learning rate of each step", "learning-rate batch-size"),
     "batchnorm": ("over which samples BatchNorm normalises", "batchnorm"),

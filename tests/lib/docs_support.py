@@ -105,6 +105,8 @@ def furnish_workshop() -> None:
         Path(folder).mkdir()
         for i, text in enumerate(TEXTS):
             Path(folder, f"{i}.txt").write_text(text)
+    both = [{"prompt": "find", "chosen": f" {t}", "rejected": f" {t[::-1]}"} for t in TEXTS]
+    write_lines(Path("preferences.jsonl"), both)
     write_lines(Path("text_pairs.jsonl"), [{"anchor": t, "positive": t[::-1]} for t in TEXTS])
     scored = [f"{text},{text[::-1]},{i % 6}" for i, text in enumerate(TEXTS)]
     Path("scored_pairs.csv").write_text("\n".join(["sentence1,sentence2,score", *scored]) + "\n")

@@ -22,6 +22,9 @@ LINES = {
     "buffers": (("float32   native", "bfloat16  native", "bfloat16  fp32"), 3),
     "contrastive --batches 4": (("4 .*one pass", "4 .*two passes"), 3),
     f"cpu precision {TINY}": (("precision=bf16 ",), 3),
+    "dpo --steps 2 --rounds 1 --pairs 8 --hidden 64 --layers 1 --vocab 300 --length 64": (
+        *(("ours",), 5),
+    ),
     "loop --rounds 1 --steps 1 --threads 1": (("1", "8", "32"), 6),
     "noise --tasks digits --batches 64 256 --rates 2": (("digits +64", "digits +256"), 6),
     f"ragged --lengths 64 --exact 64 --trained 1 --steps 1 --rounds 1 {SMALL}": (

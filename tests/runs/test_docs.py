@@ -64,6 +64,7 @@ SAID = {  # what other trainers, and newcomers, call it; a page that begins with
     "embeddings": "how-to/contrastive",
     "triplets": "how-to/text-pairs",
     "sentence-transformers": "how-to/text-pairs",
+    "DPO": "how-to/preferences",
     "mixture of experts": "how-to/experts",
     "Jupyter": "how-to/notebook",
     "config file": "how-to/share-a-recipe",

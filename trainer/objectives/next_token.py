@@ -180,6 +180,7 @@ def sequences_of(fields: Fields) -> Tensor:
     if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
         raise ConfigError(
             f"objective: labels of shape {tuple(labels.shape)} are not sequences "
-            "of tokens, (batch, time); for one number per sample use objective=classify"
+            "of tokens, (batch, time); for one number per sample use objective=classify, for pairs "
+            "of answers objective=dpo"
         )
     return labels

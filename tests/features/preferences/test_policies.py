@@ -1,6 +1,7 @@
 """Policies of pairs take the step of a plain loop over the whole batch, and go on as they began."""
 
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.lib.cli_support import prepared
 from tests.lib.nightly import nightly, slow
 from tests.lib.preference_toys import NUM_PAIRS, PAIRS, pair_losses, save_pair_files
 from tests.lib.run_support import curve, entries, go, overrides, shell, state
-from tests.reliability.rank_work import on_ranks
+from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer import train
 from trainer.core.errors import ConfigError
 
@@ -102,8 +104,12 @@ def test_shards_take_the_same_steps_and_go_on_bit_for_bit(how, ranks):
     two = f"{LINE} parallel=fsdp parallel.ranks=2 {how}"
     one, whole = go(f"{LINE} steps=3"), on_ranks(ranks, overrides(f"{two} steps=3"))
     assert curve(whole, "loss") == pytest.approx(curve(one, "loss"), rel=1e-5)
-    early = on_ranks(ranks, overrides(f"{two} steps=1"))
-    on_ranks(ranks, [f"resume={early.folder}", "steps=3"])
+    config, early = (
+        prepared(shlex.join(overrides(f"{two} steps=3"))).config,
+        Path("early").absolute(),
+    )
+    ranks.run(2, run_as_rank, config, early, {"stop_after": 1})
+    assert ranks.run(2, run_as_rank, config, early, {"resume": True}) == [{"code": 0}] * 2
     assert all(torch.equal(state(early)[name], each) for name, each in state(whole).items())
 
 

@@ -149,6 +149,8 @@ def prompt_fields(
         _, prompt = _parts(record, is_chat=is_chat)
         while prompt and prompt[-1]["role"] == ASSISTANT:  # type: ignore[index] # a list of messages
             prompt = prompt[:-1]
+    elif "instruction" not in record:  # as of pairs of answers
+        raise ValueError("it has no prompt")
     else:
         prompt, whole = _parts({**record, "output": _ANSWER}, is_chat=is_chat)
         if not isinstance(whole, str):
