@@ -6,7 +6,7 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -210,7 +210,8 @@ def _encodes_answers(
     form: Format, options: EncodeOptions
 ) -> tuple[encode.FieldsOf, dict[str, Any]]:
     """Choose what encodes answers, pairs of them, or prompts alone."""
-    fields_of, facts = chat_encoder.answer_fields, dict[str, Any]()
+    facts = dict[str, Any]()
+    fields_of: Callable[..., Any] = chat_encoder.answer_fields
     if form.name == "comparison":
         fields_of, facts = partial(preference_fields, scores=True), {"num_classes": 1}
     elif not options.learns:
