@@ -38,6 +38,8 @@ SAID = {  # what other trainers, and newcomers, call it; a page that begins with
     "finetune": "how-to/text",
     "SFT": "how-to/chat",
     "LoRA": "how-to/adapters",
+    "warm start": "how-to/start-from",
+    "distillation": "how-to/distill",
     "PEFT": "how-to/adapters",
     "dataset": "how-to/formats",
     "CSV": "how-to/formats",

@@ -57,7 +57,7 @@ def assemble(
     data = Data(order=order, lengths=lengths, loader=loader, total_steps=total_steps)
 
     # The model, which may take its vocabulary from the data.
-    given = arguments_from_data(config, data.train, saved.terms.given)
+    given = arguments_from_data(config, data.train, typed.tokenizer, saved.terms.given)
     model, objective, optimizer = make_model(
         config, world, typed, data, given, saved, with_values=with_values
     )

@@ -58,11 +58,11 @@ class RunTokenizer:
         """Refuse a tokenizer that was typed and that no part takes, so that it does nothing."""
         config = self._config
         name = config.tokenizer.label
-        path = config.tokenizer.params.get("path")
-        if self.built is None and (name not in _ANY or path is not None):
+        params = {key: value for key, value in config.tokenizer.params.items() if value is not None}
+        if self.built is None and (name not in _ANY or params):
             typed = f"tokenizer={name}"
-            if name in _ANY:
-                typed = f"tokenizer.path={path}"
+            for key, value in params.items() if name in _ANY else ():
+                typed = f"tokenizer.{key}={show(value)}"
             text = "takes no tokenizer; type data=hf, or leave it out"
             raise ConfigError(f"{typed}: data={config.data.label} {text}")
 
@@ -305,7 +305,7 @@ def with_fine_tuning_batch(
 
 
 def arguments_from_data(
-    config: RunConfig, data: DataView, recorded: Mapping[str, Any]
+    config: RunConfig, data: DataView, tokenizer: RunTokenizer, recorded: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Give what a model may take from the data; of a run that is read, what it took there."""
     known, typed = data.facts.vocab_size, config.model.params.get("vocab_size")
@@ -332,6 +332,7 @@ def arguments_from_data(
         "num_classes": data.facts.num_classes,
         "label_names": data.facts.label_names,
         "pad_token_id": data.facts.pad_token_id,
+        "new_token_ids": getattr(tokenizer.built, "new_token_ids", None),
         "max_length": length,
         "channels": _channels(config, data),
     }

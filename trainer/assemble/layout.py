@@ -13,6 +13,7 @@ from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
 from trainer.models.compilation import COMPILED_SHAPES
 from trainer.models.facts import facts_of
+from trainer.models.frozen import frozen_of
 from trainer.plan.cut import Layout
 from trainer.plan.partition import layout_for
 from trainer.training.model import Model
@@ -28,7 +29,9 @@ def find_layout(
     request = loader.longest()
     example = row = loader.load(request)
     unfit = None
-    if data.facts.collate is not None or coupling.kind == "batch" or INPUT_IDS not in example:
+    # What is beside the model is not tried, and may mix documents.
+    is_whole = coupling.kind == "batch" or frozen_of(module) is not None
+    if data.facts.collate is not None or is_whole or INPUT_IDS not in example:
         unfit = "this data set or objective cannot use packed samples"
     elif config.accum.packed is not False:
         try:

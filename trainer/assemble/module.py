@@ -19,6 +19,8 @@ from trainer.accumulate.base import seed_draws
 from trainer.assemble.hardware import planned_device
 from trainer.assemble.instantiate import construct, look_up
 from trainer.assemble.model_size import refuse_too_large
+from trainer.checkpoint.partial_weights import fitting
+from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -154,10 +156,10 @@ def _construct(
     found: dict[str, LazyTensor] | None = vars(module).pop(FIRST_WEIGHTS, None)
     if has_first and found is None:
         raise _NeedsValues
-    is_before = stored is not None and not stored.is_transformed and not stored.fault(module)
+    is_before = stored is not None and _is_before(module, stored, config)
     found = found or {}
     if stored is not None and is_before:
-        found = {**found, **stored.fill(module)}
+        found = {**found, **_filled(module, stored, config)}
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)
     values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
@@ -181,8 +183,21 @@ def _construct(
         if stored.is_adapter:
             stored = _adopted(stored, module, transforms[-1])
         unread |= add_frozen(module, stored.make_frozen, unread, world.device)
-        unread |= stored.fill(module)
+        unread |= _filled(module, stored, config)
     return module
+
+
+def _is_before(module: nn.Module, stored: StoredWeights, config: RunConfig) -> bool:
+    """Whether stored weights are those of a model before its transforms, as it is now."""
+    in_part = config.init_partial and not stored.is_resumed
+    return not stored.is_transformed and (in_part or not stored.fault(module))
+
+
+def _filled(module: nn.Module, stored: StoredWeights, config: RunConfig) -> dict[str, StoredTensor]:
+    """Copy stored weights into a model, or what of them fits; gives those that stay unread."""
+    if config.init_partial and not stored.is_resumed:
+        stored = fitting(stored, module)
+    return stored.fill(module)
 
 
 def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> StoredWeights:

@@ -110,11 +110,14 @@ class Saved:
 
     @classmethod
     def read(cls, config: RunConfig, loaded: Loaded | None, world: World) -> Self:
-        """Read it; nothing is laid out over the ranks, and a plan reads no weights. Collective."""
+        """Read it; nothing is laid out over the ranks. Collective.
+
+        A plan opens no weights, unless it is to list what is taken of them.
+        """
         stored = None
         if config.command != "plan" and loaded is not None:
             stored = checkpoint_weights(loaded)
-        elif config.command != "plan" and config.init is not None:
+        elif config.init is not None and (config.command != "plan" or config.init_partial):
             stored = open_weights(weights_path(config.init), world, config.step)
         saved = cls(loaded=loaded, stored=stored)
         if loaded is not None:

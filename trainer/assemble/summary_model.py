@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
+from trainer.checkpoint.partial_weights import taken_rows
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
 from trainer.core.format import number, plural, short
@@ -53,6 +54,7 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
         row("model", text, group="asked", model=name, num_parameters=trained, num_frozen=frozen),
         row("adapter", adapter, adapter=settings),
         row("weights", begins, init=init, dtypes=dtypes),
+        *taken_rows(run.model.module),
         row("beside it", others, num_beside=beside),
         _gradients(run),
     ]
@@ -117,7 +119,8 @@ def tokenizer_rows(run: Run) -> list[Row]:
     if (tokenizer := run.tokenizer) is None:
         return []
     name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
-    text = join_parts(name, plural(len(tokenizer), "id"))
+    new = len(getattr(tokenizer, "new_token_ids", ()))
+    text = join_parts(name, plural(len(tokenizer), "id"), new and f"{new} of them added")
     return [row("tokenizer", text, tokenizer=name, num_ids=len(tokenizer))]
 
 

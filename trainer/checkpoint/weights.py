@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
 from trainer.checkpoint.manifest import DamagedError, OtherFormatError
+from trainer.checkpoint.matching import by_own_names, differences_of, state_tensors, with_prefix
 from trainer.checkpoint.state import plain_name, state_of
 from trainer.checkpoint.stated_model import settings_of_model
 from trainer.checkpoint.store import MODEL, CheckpointStore, Loaded, open_checkpoint
@@ -32,9 +32,9 @@ from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.core.stateful import State, Stateful
-from trainer.core.tensors import bits_of, dtype_name, fill, in_main_memory, whole_of
+from trainer.core.tensors import bits_of, fill, in_main_memory, whole_of
 from trainer.core.world import World
-from trainer.models.frozen import MakeFrozen, frozen_of, no_frozen, without_frozen
+from trainer.models.frozen import MakeFrozen, is_beside, no_frozen, without_frozen
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -65,6 +65,8 @@ class StoredWeights:
     others: Mapping[str, Any] = field(default_factory=dict)
     # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
     frozen: Mapping[str, str] = field(default_factory=dict)
+    # By plain name, what of the model they need not have
+    new: Collection[str] = ()
     make_frozen: MakeFrozen = no_frozen  # makes what is beside a model that goes on
 
     @classmethod
@@ -93,35 +95,44 @@ class StoredWeights:
 
     def _match(self, model: nn.Module) -> tuple[dict[str, StoredTensor], str]:
         """Find the weights and buffers of a model, by the names in its `state_dict`."""
-        named = _tensors_of(model.state_dict(keep_vars=True))
+        named = state_tensors(model.state_dict(keep_vars=True))
         expected = {plain_name(name): tensor for name, tensor in named.items()}
-        values = without_frozen(self.values) if frozen_of(model) is None else self.values
-        found = _with_prefix(values, expected)
+        found = self.by_names_in(expected)
+        compared, here = dict[str, Tensor](), dict[str, Tensor]()
+        for name, tensor in expected.items():
+            # As the constructor gave it, and not stored.
+            is_frozen = name in self.frozen
+            is_given = (
+                is_frozen or name in self.new or (self.is_adapter and not tensor.requires_grad)
+            )
+            if name in found or not (is_given or name in self.new):
+                compared[name] = tensor
+            # What is drawn on the meta device is drawn by the same class and seed.
+            elif is_frozen and not tensor.is_meta:
+                here[name] = tensor
+        faults = differences_of(found, compared)
+        if changed := self.changed(here):
+            faults.append(
+                f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
+                "than the run had; name the weights that it began with"
+            )
+        return by_own_names(named, found), "; ".join(faults)
+
+    def by_names_in(self, expected: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+        """Give them by the names that a model has for them, a tied one under each of its names."""
+        values = self.values
+        if not any(map(is_beside, expected)):
+            values = without_frozen(values)
+        found = with_prefix(values, expected)
         # The first name of each tensor, which may have several.
         first: dict[int, str] = {}
         for alias, tensor in expected.items():
             name = first.setdefault(id(tensor), alias)
             if name != alias and (one := found.get(name) or found.get(alias)):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
-        compared, here = dict[str, Tensor](), dict[str, Tensor]()
-        for name, tensor in expected.items():
-            # As the constructor gave it, and not stored.
-            is_frozen = name in self.frozen
-            is_given = is_frozen or (self.is_adapter and not tensor.requires_grad)
-            if name in found or not is_given:
-                compared[name] = tensor
-            # What is drawn on the meta device is drawn by the same class and seed.
-            elif is_frozen and not tensor.is_meta:
-                here[name] = tensor
-        faults = _differences(found, compared)
-        if changed := self._changed(here):
-            faults.append(
-                f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
-                "than the run had; name the weights that it began with"
-            )
-        return _by_own_names(named, found), "; ".join(faults)
+        return found
 
-    def _changed(self, here: Mapping[str, Tensor]) -> list[str]:
+    def changed(self, here: Mapping[str, Tensor]) -> list[str]:
         """Name the frozen weights that do not have the values that the run had. Collective."""
         changed = list[str]()
         for name, digest in digests_of(here).items():
@@ -137,6 +148,7 @@ class StoredWeights:
             remedy = "init= needs weights of this very model"
             if isinstance(self.source, Path) and (typed := settings_of_model(self.source)):
                 remedy += f"; theirs is {typed}"
+            remedy += "; init.partial=true takes what fits, and leaves the rest new"
             if self.is_resumed:
                 remedy = "resume with the model that was trained, or use init= to take over weights"
             raise NoCheckpointError(f"{self.source}: does not fit the model: {fault}: {remedy}")
@@ -147,7 +159,7 @@ class StoredWeights:
             else:
                 fill(state[name], stored)
                 here[name] = state[name]
-        others = _by_own_names(state, self.others)
+        others = by_own_names(state, self.others)
         # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
         model.load_state_dict(here | others, strict=False)
         return unread
@@ -302,60 +314,6 @@ def _open(path: Path, world: World) -> StoredWeights:
     )
 
 
-def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Take the tensors of a `state_dict`, which may hold what `get_extra_state` gave, too."""
-    tensors = dict[str, Tensor]()
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-    return tensors
-
-
-def _by_own_names(own: Iterable[str], by_plain_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what there is of a model's own names, which compilation and recomputation change."""
-    found = dict[str, Any]()
-    for name in own:
-        plain = plain_name(name)
-        if plain in by_plain_name:
-            found[name] = by_plain_name[plain]
-    return found
-
-
-def _with_prefix(
-    found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]
-) -> dict[str, StoredTensor]:
-    """Put on, or take off, the prefix by which all names differ from the model's, if one does."""
-    if found.keys().isdisjoint(expected):
-        for stored, name in product(found, expected):
-            if name.endswith(f".{stored}"):
-                return {f"{name.removesuffix(stored)}{n}": t for n, t in found.items()}
-            if stored.endswith(f".{name}"):
-                prefix = stored.removesuffix(name)
-                return {n.removeprefix(prefix): t for n, t in found.items()}
-    return dict(found)
-
-
-def _differences(found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> list[str]:
-    wrong = list[str]()
-    for name, tensor in expected.items():
-        if name in found and (stored := _kind(found[name])) != _kind(tensor):
-            wrong.append(f"{name} ({stored} in the checkpoint, {_kind(tensor)} in the model)")
-    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
-    # Another class: sizes say nothing more.
-    if missing and unexpected:
-        wrong.clear()
-    differing = {"missing": sorted(missing), "unexpected": sorted(unexpected), "different": wrong}
-    faults = list[str]()
-    for what, names in differing.items():
-        if names:
-            faults.append(f"{what} {first_of([*map(clip, names)])}")
-    return faults
-
-
-def _kind(tensor: Tensor | StoredTensor) -> str:
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-
-
 def export(
     loaded: Loaded,
     to: Path,
@@ -376,7 +334,7 @@ def export(
     weights: dict[str, Any] = without_frozen(checkpoint_weights(loaded).values)
     if model is not None:
         weights = {}
-        for name, tensor in _tensors_of(model.state_dict()).items():
+        for name, tensor in state_tensors(model.state_dict()).items():
             weights[plain_name(name)] = tensor
     with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
         unfinished = durable.begin_folder(to)

@@ -285,6 +285,11 @@ def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
             else:
                 refuse_twice(override)
                 value = override.value()
+                # Beside `init` stands `init.partial`, which OmegaConf would look for within it.
+                if key.startswith("init."):
+                    with open_dict(composed):
+                        composed[key] = value
+                    continue
                 # Whole are an empty mapping, which empties that of a recipe, and one of beginnings,
                 # as of stages. Others are merged by name.
                 is_whole = isinstance(value, dict) and (not value or "0" in map(str, value))

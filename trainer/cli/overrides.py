@@ -36,6 +36,7 @@ ConfigGroups = Mapping[str, Sequence[str]]
 
 _ARGUMENTS = tuple(f"{path}." for path in COMPONENTS)
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
+_TAG = re.compile(r"(?<=[\[,=])\s*(<[^<>\[\]{}'\",]+>)(?=\s*(?:[,\]]|$))")
 # In quotes or not
 _HOME = re.compile(r""""[^"]*"|'[^']*'|(?<=[=\[,:({\s])~[^,\]})]*""")
 # Of a mapping whose braces a shell has taken
@@ -162,8 +163,8 @@ def _read_typed(line: str) -> Override:
     try:
         return read_override(line)
     except HydraException:
-        # Perhaps only keys in quotes, as JSON has them, are in the way.
-        return read_override(_QUOTED_KEY.sub(r"\2:", line))
+        # Perhaps only keys in quotes, as JSON has them, are in the way, or tags such as `<tool>`.
+        return read_override(_QUOTED_KEY.sub(r"\2:", _TAG.sub(r"'\1'", line)))
 
 
 def _in_full(to_path: Callable[[str], object], word: re.Match[str]) -> str:

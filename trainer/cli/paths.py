@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +14,14 @@ from hydra.core.override_parser.types import Override
 from trainer.cli.overrides import quote, read_override
 from trainer.cli.run_names import called, training_names
 from trainer.config.command_words import commands_without_data
-from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
+from trainer.config.components import (
+    COMPONENTS,
+    EVAL_SETS,
+    NAMES_A_PATH,
+    ExistingPath,
+    WeightsPath,
+    owner_of,
+)
 from trainer.config.consent import refuse_odd_files
 from trainer.config.data_sets import sources
 from trainer.config.declared import declared
@@ -34,23 +42,20 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     """Give an override, by key, for each argument of a class, and `init`, that is a relative path.
 
     What says so is the name of the argument, or its type. One that is not there stays as it is.
-    `init` may be the name of a run, too.
+    What names weights, as `init`, may be the name of a run, too.
     """
     found, values = {}, flat(to_plain(config))
     targets = {path: attrgetter(path)(config).target for path in COMPONENTS}
     targets |= {key: each.target for key, each in config.listed() if owner_of(key)}
     targets |= {key: each["_target_"] for key, each in sources(to_plain(config)).items()}
-    declare = set()
-    for path, target in targets.items():
-        for name, kind in declared(target).types.items():
-            if ExistingPath in (kind, *get_args(kind)):
-                declare.add(f"{path}.{name}")
+    declare = _arguments(targets, ExistingPath)
+    weights = {"init", *_arguments(targets, WeightsPath)}
     for key, value in values.items():
         is_named = owner_of(key) and NAMES_A_PATH.fullmatch(key)
         is_argument = is_named or key in declare
         # Of this package `data.path=json` is a format, whatever folder lies beside the run.
         is_format = key == "data.path" and config.data.target.startswith("datasets.")
-        if not (is_argument or key == "init") or (is_format and str(value).isidentifier()):
+        if not (is_argument or key in weights) or (is_format and str(value).isidentifier()):
             continue
         if key.startswith(EVAL_SETS) and value == values.get(f"data.{key.split('.', 3)[3]}"):
             # It follows that of the data.
@@ -58,7 +63,7 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
         listed = value if isinstance(value, list) else [value]
         texts = [*filter(None, listed)]
         if all(isinstance(each, str) for each in texts):
-            in_full = {"init": partial(_weights_in_full, config)}.get(key, _in_full)
+            in_full = partial(_weights_in_full, config, key) if key in weights else _in_full
             paths = [*map(in_full, texts)]
             line = ",".join(map(quote, paths))
             if isinstance(value, list):
@@ -68,19 +73,29 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     return found
 
 
+def _arguments(targets: Mapping[str, str], wanted: object) -> set[str]:
+    """Give the keys of the arguments that classes declare to be of a type; they are by path."""
+    found = set[str]()
+    for path, target in targets.items():
+        for name, kind in declared(target).types.items():
+            if wanted in (kind, *get_args(kind)):
+                found.add(f"{path}.{name}")
+    return found
+
+
 def _in_full(path: str) -> str:
     """Make a path absolute; one that is not there may be a name on a hub, and stays."""
     return path if not exists(path) else str(expanded(path).absolute())
 
 
-def _weights_in_full(config: RunConfig, init: str) -> str:
-    """Make the path of `init` absolute, or give that of the run of this name.
+def _weights_in_full(config: RunConfig, key: str, init: str) -> str:
+    """Make the path of weights absolute, or give that of the run of this name.
 
     A name of weights in the hub's cache means these, whatever runs there are.
     """
     if not exists(str(weights_path(init))):
         outputs = expanded(config.outputs).absolute()
-        return str(called("init", init, outputs, suits=RunFolder.steps) or init)
+        return str(called(key, init, outputs, suits=RunFolder.steps) or init)
     return _in_full(init)
 
 

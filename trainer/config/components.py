@@ -97,6 +97,9 @@ Address = Annotated[NonEmptyText, SENDS]
 ExistingPath = Annotated[
     str, BeforeValidator(_as_text), Field(description="the path of a file or folder")
 ]
+WeightsPath = Annotated[
+    str, BeforeValidator(_as_text), Field(description="a run, or the path or name of weights")
+]
 NameInPath = Annotated[str, BeforeValidator(_as_text), Field(min_length=1, description="a name")]
 """A part of what a path holds; a held-out set with a path of its own does not take it over."""
 Task = Literal[

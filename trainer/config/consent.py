@@ -41,6 +41,7 @@ ONLY_TYPED: Mapping[str, str] = {
     "run": "it chooses a run",
     "step": "it chooses a checkpoint",
     "init": "it chooses weights to read",
+    "init.partial": "",  # of weights that were typed; may be given
     "outputs": "it chooses where a run writes",
     "export": "it chooses where weights are written",
     "prompt": "it is a text for one command",
@@ -59,7 +60,7 @@ def reason_to_type(key: str) -> str | None:
         return "it allows code from the network"
     for each in (key, *ancestors(key)):
         if each in ONLY_TYPED:
-            return ONLY_TYPED[each]
+            return ONLY_TYPED[each] or None
     return None
 
 

@@ -18,7 +18,7 @@ from trainer.config.option_files import data_dir, default_options, load_yaml, op
 from trainer.config.run_config import FullConfig
 from trainer.config.type_words import alternatives
 
-_LINE = re.compile(r"( *)(\w+):.*?(?: # (.*))?")
+_LINE = re.compile(r"( *)([\w.]+):.*?(?: # (.*))?")
 
 
 @final

@@ -258,7 +258,7 @@ def ancestors(key: str) -> Iterator[str]:
 def lookup(tree: Tree, key: str) -> Any:  # noqa: ANN401 - a config holds any value
     """Read a dotted key; None where it is absent."""
     value: Any = tree
-    for part in key.split("."):
+    for part in [key] if key in tree else key.split("."):
         if not isinstance(value, Mapping):
             return None
         value = value.get(part)

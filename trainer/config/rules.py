@@ -110,6 +110,8 @@ def _weight_faults(view: Tree) -> Iterator[str]:
         return
     if view["step"] != "last":
         yield line("step", view["step"], _PICKS)
+    if view["init.partial"] is True:
+        yield line("init.partial", True, "takes weights in part; type init=RUN or FOLDER, too")
     is_random = view["model.draws_on_meta"] or view["model.config"] is not None
     if view["command"] == "train" and view["adapter.is_adapter"] and is_random:
         text = "would stand beside random weights, which stay frozen; type model=hf model.path="

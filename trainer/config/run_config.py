@@ -88,6 +88,8 @@ class RunConfig(Section):
     logger: tuple[Component, ...] = Field(strict=False)
     outputs: NonEmptyText
     init: NonEmptyText | None
+    # A key with a dot: `init` has a value of its own
+    init_partial: bool = Field(alias="init.partial")
     resume: NonEmptyText | None
     resume_allow: components.Words
     run: NonEmptyText | None

@@ -128,7 +128,7 @@ def from_plain(plain: Tree) -> RunConfig:
     choices, defaults = dict(plain.get("choices", {})), load_yaml(data_dir("conf") / "config.yaml")
     whole = {**plain, "trust": []}
     # A run that was made before there was such a command lacks them.
-    for key in ("prompt", "generate"):
+    for key in ("prompt", "generate", "init.partial"):
         whole.setdefault(key, defaults[key])
     if isinstance(data := plain.get("data"), Mapping):
         whole["data"] = {"skip_steps": (), **data}
@@ -328,7 +328,12 @@ class Composed:
                 yield messages.line(f"{place}._target_", item["input"], messages.NO_CLASS)
             elif item["type"] == "missing":
                 yield f"{path}: is missing"
-            elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):
+            # Keys beside `init` have a dot of their own.
+            elif (
+                item["type"] == "extra_forbidden"
+                and "." in str(item["loc"][-1])
+                and not path.startswith("init.")
+            ):
                 nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
                 yield messages.clip(f"{path}: in a file, nest the keys: {nested}")
             elif item["type"] == "extra_forbidden":

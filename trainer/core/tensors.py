@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, final
 
 import torch
 from torch import Tensor
@@ -37,6 +39,32 @@ class LazyTensor(Protocol):
 
     def identity(self) -> str:
         """Tell it from tensors of other values, as far as that can be done without reading it."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class InMemoryTensor:
+    """A tensor that is in memory after all, as of a new head."""
+
+    value: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.value.dtype
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        """Give rows, or all with `...`."""
+        return self.value[rows]
+
+    def identity(self) -> str:
+        """Hash its values."""
+        return hashlib.blake2b(bits_of(self.value).numpy().data, digest_size=16).hexdigest()
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:

@@ -37,6 +37,7 @@ NEEDS = {
     "data=mixture": {"data.sources": {"code": {"path": "code.jsonl", "weight": 3}}},
     "data=text": {"data.path": "notes.txt"},
     "data=tokens": {"data.path": "tokens.bin", "data.vocab_size": 256},
+    "objective=distill": {"objective.teacher": "outputs/base"},
 }
 """Values without which an option means nothing."""
 
@@ -67,7 +68,7 @@ GIVEN = {
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad", "learns"},
     "TokenWindows": {"split"},
-    "hugging_face": {"label_names", "pad_token_id"},
+    "hugging_face": {"label_names", "new_token_ids", "pad_token_id"},
     "hugging_face_tokenizer": {"model"},
     "tokenizer_of_model": {"model"},
 }

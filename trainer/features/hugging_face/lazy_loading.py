@@ -7,10 +7,8 @@ from. What it computes from several, as of experts in files of their own, has no
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, TypeAlias, final
 
@@ -20,36 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.checkpoint.tensor_files import StoredTensor
-from trainer.core.tensors import LazyTensor, bits_of
+from trainer.core.tensors import InMemoryTensor, LazyTensor
 from trainer.models.first_weights import FIRST_WEIGHTS
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class InMemoryTensor:
-    """A small tensor in memory, as of a new head."""
-
-    value: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole tensor."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
-        return self.value.dtype
-
-    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
-        """Give rows, or all with `...`."""
-        return self.value[rows]
-
-    def identity(self) -> str:
-        """Hash its values."""
-        return hashlib.blake2b(bits_of(self.value).numpy().data, digest_size=16).hexdigest()
 
 
 _Notes: TypeAlias = dict[int, tuple[Tensor, StoredTensor]]

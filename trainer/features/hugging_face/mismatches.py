@@ -6,7 +6,9 @@ from typing import Any, final
 
 from trainer.assemble.features import Feature
 from trainer.assemble.run_plan import RunPlan
+from trainer.config.messages import first_of
 from trainer.core.format import expanded
+from trainer.features.hugging_face.added_tokens import KNOWN, NEW_IDS
 from trainer.models.check import vocabulary_of
 from trainer.models.facts import ModelFacts, facts_of, model_library
 
@@ -26,6 +28,7 @@ class Mismatches(Feature):
                 f"router_aux_loss_coef={facts.balance_loss:g} in its config; "
                 "type objective=next_token_balanced to train with it"
             )
+        warnings += _of_added_tokens(run.tokenizer, module)
         known, rows = run.data.train.facts.vocab_size, vocabulary_of(module)
         if not known or not rows:
             return warnings
@@ -43,6 +46,30 @@ class Mismatches(Feature):
                 "tokenizer.path out, which takes the model's own"
             )
         return warnings
+
+
+def _of_added_tokens(tokenizer: Any, module: Any) -> list[str]:  # noqa: ANN401 - of any class
+    """Name words of `tokenizer.add` that add nothing, and rows for them that are never trained."""
+    warnings, new = list[str](), getattr(tokenizer, NEW_IDS, ())
+    if known := getattr(tokenizer, KNOWN, ()):
+        words = first_of(known)
+        warnings.append(f"tokenizer.add: {words}: tokens of it already, so nothing is added")
+    if not new or not hasattr(module, "get_input_embeddings"):
+        return warnings
+    tables = [module.get_input_embeddings(), module.get_output_embeddings()]
+    frozen = list[str]()
+    for name, part in module.named_modules():
+        is_frozen = not any(parameter.requires_grad for parameter in part.parameters())
+        if is_frozen and any(part is table for table in tables):
+            frozen.append(name.rpartition(".")[2])
+    if frozen:
+        names = ",".join(frozen)
+        warnings.append(
+            f"tokenizer.add: the rows of {len(new)} new tokens are frozen, and stay the mean of "
+            f"the others; to train them type adapter.modules_to_save=[{names}], or "
+            f"adapter.trainable_token_indices=[{','.join(map(str, new))}]"
+        )
+    return warnings
 
 
 def _is_foreign(tokenizer: Any, facts: ModelFacts, known: int, rows: int) -> bool:  # noqa: ANN401

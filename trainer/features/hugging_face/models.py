@@ -16,6 +16,7 @@ from trainer.config import components
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.user_code import quiet
+from trainer.features.hugging_face.added_tokens import begin_rows
 from trainer.features.hugging_face.classes import facts_of_loading, with_config_settings
 from trainer.features.hugging_face.lazy_loading import load_unread
 from trainer.features.hugging_face.model_folder import (
@@ -41,13 +42,14 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     label_names: Sequence[str] | None = None,
     pad_token_id: int | None = None,
     pooling: components.Pooling | None = None,
+    new_token_ids: Sequence[int] | None = None,
 ) -> tuple[nn.Module, ModelFacts]:
     """Build a model of transformers; no code of a model's folder is run, and no pickle read.
 
     Gives it with what is known of it. The keys of `conf/model/hf.yaml` say what the arguments are.
     Of the others, `label_names` are those of the classes in their order; inputs are padded with
     `pad_token_id`, by which classifiers among decoders find the last token. None leaves both to the
-    model's config.
+    model's config. Rows of `new_token_ids` begin as the mean of those before them.
     """
     if (path is None) == (config is None):
         both = "both path and config are given: " if path is not None else ""
@@ -89,6 +91,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     pooling = pooling_of(made_for, pooling, path)
     # The class of a model that embeds texts is named for no task.
     facts = replace(facts, pooling=pooling, task=made_for if pooling else None)
+    begin_rows(module, new_token_ids or ())
     # An embedding that is built with its padding gives that row no gradient, and it may be that of
     # the end of a text: the padding is set afterwards, and not in an export of another model.
     if pad_token_id is not None and task_of(module) == "sequence_classification":

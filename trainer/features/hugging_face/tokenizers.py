@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.config.components import ExistingPath
+from trainer.config.components import ExistingPath, Words
 from trainer.config.messages import did_you_mean_file
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, shown_path
 from trainer.core.hub_cache import model_folder, read_cache_without_network
+from trainer.features.hugging_face.added_tokens import with_tokens
 from trainer.features.hugging_face.model_folder import not_found
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
@@ -18,8 +19,13 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 _NUM_BYTE_IDS = 258  # 256 and two that begin and end
 
 
-def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
-    """Load a tokenizer of a folder or of the hub, or else that of a model; no code there is run."""
+def hugging_face_tokenizer(
+    path: ExistingPath | None = None, model: str | None = None, add: Words | None = None
+) -> Any:  # noqa: ANN401 - whatever class the files name
+    """Load a tokenizer of a folder or of the hub, or else that of a model; no code there is run.
+
+    The words of `add` become tokens of it.
+    """
     source = path or model
     if source is None:
         raise ConfigError("tokenizer.path: type the folder of a tokenizer, or its name on the hub")
@@ -35,7 +41,7 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, and only for this option
 
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         text = f"transformers cannot load it: {' '.join(str(error).split())}"
         if "trust_remote_code" in text:
@@ -43,9 +49,12 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
         elif not folder.is_dir():
             text = not_found(what, source)
         raise ConfigError(f"{place}: {text}") from error
+    return with_tokens(found, add)
 
 
-def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
+def tokenizer_of_model(
+    path: ExistingPath | None = None, model: str | None = None, add: Words | None = None
+) -> Any:  # noqa: ANN401 - whatever class the files name
     """Load a tokenizer as `hugging_face_tokenizer`; of a model without one, give that of bytes.
 
     Weights that were made for another tokenizer are refused.
@@ -56,8 +65,8 @@ def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = Non
             _refuse_bytes(folder)
             model = None
     if path is None and model is None:
-        return byte_tokenizer()
-    return hugging_face_tokenizer(path, model)
+        return byte_tokenizer(add)
+    return hugging_face_tokenizer(path, model, add)
 
 
 def _refuse_bytes(folder: Path) -> None:
@@ -70,7 +79,7 @@ def _refuse_bytes(folder: Path) -> None:
         )
 
 
-def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
+def byte_tokenizer(add: Words | None = None) -> Any:  # noqa: ANN401 - of an untyped library
     """Build a tokenizer whose ids are the bytes of UTF-8, then BOS = 256 and EOS = 257."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
@@ -86,9 +95,10 @@ def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A {eos}", pair=None, special_tokens=[(bos, 256), (eos, 257)]
     )
-    return PreTrainedTokenizerFast(
+    found = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=bos, eos_token=eos, name_or_path="bytes"
     )
+    return with_tokens(found, add)
 
 
 def read_template(typed: str | None) -> str | None:
