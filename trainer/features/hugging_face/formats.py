@@ -61,7 +61,7 @@ def recognise(
         # All that the format cannot do without, and all that was typed: a role of another
         # format that is typed says that this is not the one.
         needed = usual.keys() - _optional(name).keys()
-        if found.keys() >= needed | named.keys():
+        if needed and found.keys() >= needed | named.keys():
             _refuse_unread(place, name, {*readable} - {*found.values()}, learns=learns)
             return Format(name, found, _unread(columns, found))
     wanted = _wanted(formats)
