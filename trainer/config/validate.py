@@ -323,17 +323,14 @@ class Composed:
             path = ".".join(part for part in item["loc"] if isinstance(part, str))
             key = next((k for k in (path, *messages.ancestors(path)) if k in KEYS), path)
             value = lookup(self.tree, key)
+            # Keys beside `init` have a dot of their own.
+            has_dot = "." in str(item["loc"][-1]) and not path.startswith("init.")
             if item["loc"][-1] == "target":
                 place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, item["loc"][:-1])))
                 yield messages.line(f"{place}._target_", item["input"], messages.NO_CLASS)
             elif item["type"] == "missing":
                 yield f"{path}: is missing"
-            # Keys beside `init` have a dot of their own.
-            elif (
-                item["type"] == "extra_forbidden"
-                and "." in str(item["loc"][-1])
-                and not path.startswith("init.")
-            ):
+            elif item["type"] == "extra_forbidden" and has_dot:
                 nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
                 yield messages.clip(f"{path}: in a file, nest the keys: {nested}")
             elif item["type"] == "extra_forbidden":
