@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from tests.lib.chats import CHATML, THOUGHTS, chat_tokenizer, chatml_pieces, conversations
+from tests.lib.chats import CHATML, chat_tokenizer, chatml_pieces, conversations
 from tests.lib.heads import Head
 from tests.lib.hf_toys import save_llama, write_lines
 from tests.lib.run_support import curve, entries, go, read_json
@@ -67,13 +67,12 @@ def test_a_conversation_that_is_refused_is_named_with_its_file_and_number():
     write_lines(Path("chat.jsonl"), records)
     with pytest.raises(DataError, match=r"chat\.jsonl:8: no message is of the assistant.*skip$"):
         go(f"{LINE} steps=1")
-    # Earlier answers that the template changes: in the first record with two of them.
-    place = next(i for i, m in enumerate(conversations(40), 1) if len(m) > 3)
-    Path("thoughts.jinja").write_text(THOUGHTS)
+    # A template that writes what is asked otherwise once it is answered.
+    Path("counts.jinja").write_text("{{ messages | length }}" + CHATML)
     del records[7]
     write_lines(Path("chat.jsonl"), records)
-    with pytest.raises(DataError, match=rf"chat\.jsonl:{place}: the chat template renders message"):
-        go(f"{LINE} steps=1 data.chat_template=thoughts.jinja")
+    with pytest.raises(DataError, match=r"chat\.jsonl:1: the chat template renders what precedes"):
+        go(f"{LINE} steps=1 data.chat_template=counts.jinja")
 
 
 def test_a_plan_shows_answers_in_brackets_as_the_template_writes_them():

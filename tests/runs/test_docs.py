@@ -131,7 +131,7 @@ def test_sentences_are_short_and_how_to_pages_have_sixty_lines(page):
     sentences = [s.split() for s in re.split(r"[.!?](?:\s|$)|\n\n", prose_of(text)) if s.split()]
     average = sum(map(len, sentences)) / max(1, len(sentences))
     assert average <= 20, f"{average:.1f} words a sentence"
-    assert page not in HOW_TO or len(text.splitlines()) <= 60
+    assert page not in HOW_TO or page.endswith("index.md") or len(text.splitlines()) <= 60
 
 
 def test_the_readme_is_short_and_leads_to_files_that_are_there():

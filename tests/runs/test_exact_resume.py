@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_ends_with_the_figures_
     (trash := run.folder / "checkpoints" / ".trash-step-00000002").mkdir()
     after = on(run).result
     assert after["loss"] == before["loss"] == curve(run, "loss")[-1]
-    of_process = {"seconds", "time", "advice", "peak_bytes"}
+    of_process = {"seconds", "time", "advice", "peak_bytes", "predicted"}
     same = before.keys() - of_process
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
     assert not trash.exists()

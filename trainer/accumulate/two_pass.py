@@ -104,7 +104,8 @@ class TwoPass(GradientStrategy):
 
 def by_coupling(objective: Objective) -> GradientStrategy:
     """Take two passes where the objective gives rows of samples that it couples, else one."""
-    return TwoPass(objective) if objective.coupling.kind == "batch" else Sum()
+    is_coupled = isinstance(objective, CoupledObjective) and objective.coupling.kind == "batch"
+    return TwoPass(objective) if is_coupled else Sum()
 
 
 def too_few(objective: CoupledObjective, what: str) -> str:

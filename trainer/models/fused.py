@@ -60,7 +60,7 @@ def fused_matrices(model: nn.Module, known: Mapping[str, FusedMatrix]) -> dict[i
     for name, each in found.items():
         shape = named[name].shape if name in named else ()
         if len(shape) != 2 or shape[each.is_transposed] % sum(each.outputs):  # noqa: PLR2004
-            text = f"{name} is no matrix whose {_DECLARED} may be {[*each.outputs]}"
+            text = f"{name} is no matrix whose fused_matrices may be {[*each.outputs]}"
             raise ConfigError(f"model: {text}; it has the shape {list(shape)}")
         by_id[id(named[name])] = each
     return by_id
