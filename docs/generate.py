@@ -64,6 +64,7 @@ HOW_TO = {  # of single keys, where the page of the group is another
     "run": "find-runs",
     "log.generate_tokens": "generate",
     "step": "checkpoints",
+    "matrix": "matrix",
     "prompt": "generate",
     "generate.tokens": "generate",
     "generate.temperature": "generate",

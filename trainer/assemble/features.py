@@ -25,9 +25,10 @@ from trainer.data.shown import ShownSample
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Plan
 from trainer.report.metrics import Means
-from trainer.training.batches import Feed
-from trainer.training.context import Measuring
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.context import Measuring, StepContext
 from trainer.training.data import HeldOut
+from trainer.verify.report import Added, VerifyReport
 
 if TYPE_CHECKING:
     from trainer.assemble.run import Run
@@ -103,6 +104,25 @@ class Feature:
     def notes(self, run_plan: RunPlan) -> Sequence[str]:
         """Say what `train verify` is to say beside its verdict."""
         return ()
+
+    def verified(
+        self,
+        context: StepContext,
+        batch: PlannedBatch,
+        feed: Feed,
+        report: VerifyReport,
+        folder: Path,
+    ) -> Added | None:
+        """Look further at the step that `train verify` compared; None adds nothing.
+
+        Args:
+            context: the run in one process; copies of its model may be changed.
+            batch: the planned step, with the micro-batches of all ranks.
+            feed: loads its samples in other groups.
+            report: what was found.
+            folder: of the verification; it has a verify.json where two ranks have compared.
+        """
+        return None
 
     def saved_rows(self, run: Run, loaded: Loaded) -> Sequence[Row]:
         """Describe for `train plan` what is known by the checkpoint that a run goes on from."""

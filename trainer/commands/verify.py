@@ -5,11 +5,13 @@ It needs no run, but any config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+
+from rich.console import Group
 
 from trainer.assemble.build import assemble_resumed
 from trainer.assemble.run import Run
@@ -24,7 +26,7 @@ from trainer.core.world import World
 from trainer.report.console import Screen
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.verify.proof import verify
-from trainer.verify.report import VerifyReport, verify_block
+from trainer.verify.report import Added, VerifyReport, verify_block
 
 FLOAT64_FACTOR = 2  # the comparison is in float64: twice the bytes of fp32
 
@@ -38,11 +40,20 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     run, saved = assemble_resumed(config, world)
     run_plan = prepare(run, saved.cut)
     batch, feed = _of_all_ranks(run_plan)
-    report = verify(step_context(run), batch, feed, whole_fits=_whole_fits(run_plan))
+    context = step_context(run)
+    report = verify(context, batch, feed, whole_fits=_whole_fits(run_plan))
+    added = list[Added]()
+    for feature in run.features:
+        if (more := feature.verified(context, batch, feed, report, folder)) is not None:
+            added.append(more)
     notes = [*chain.from_iterable(each.notes(run_plan) for each in run.features)]
-    notes += _asides(run)
+    # Features that look further say it better.
+    if not added:
+        notes += _asides(run)
     report = replace(report, notes=(*notes, *report.notes))
-    write_verdict(report, folder, saved.stored and saved.stored.loaded)
+    write_verdict(report, folder, saved.stored and saved.stored.loaded, added)
+    for fault in filter(None, (each.fault for each in added)):
+        raise NotExactError(f"{fault}; see {folder / RunFolder.VERIFY}")
     culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
     if report.verdict == "not_proven":
         text = "not proven that the planned step is the whole-batch step"
@@ -62,12 +73,20 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     return 0
 
 
-def write_verdict(report: VerifyReport, folder: Path, loaded: Loaded | None = None) -> None:
+def write_verdict(
+    report: VerifyReport,
+    folder: Path,
+    loaded: Loaded | None = None,
+    added: Sequence[Added] = (),
+) -> None:
     """Show what was found, and write it into verify.json; `loaded` is the checkpoint behind it."""
-    write_record(folder / RunFolder.VERIFY, report.to_json())
+    values = report.to_json()
+    for more in added:
+        values |= more.values
+    write_record(folder / RunFolder.VERIFY, values)
     screen = Screen(folder)
     screen.name_checkpoint(loaded)
-    screen.show(verify_block(report))
+    screen.show(Group(verify_block(report), *(more.block for more in added)))
     screen.close()
 
 

@@ -12,8 +12,10 @@ from trainer.assemble.saved import Saved
 from trainer.assemble.step import step_context
 from trainer.commands.verify import write_verdict
 from trainer.config.run_config import RunConfig
+from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
 from trainer.core.format import plural
+from trainer.core.run_folder import RunFolder
 from trainer.core.tensors import dtype_name
 from trainer.core.world import World
 from trainer.plan.cuts import Fixed
@@ -35,15 +37,17 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
             *(step_context(single), feed.next(), feed),
             lambda module, call: replace(setup, dtype=None).lay_out(module, call, world),
             world,
+            in_one_piece=config.matrix,
         )
-    if found is None or found.is_exact:
+    if found is None or (found.is_exact and not config.matrix):
         return 0
     text = (
         f"sync={setup.sync.name} over {plural(world.size, 'rank')} of parallel={setup.mode} leaves "
         "another gradient than that of the same samples on one process"
     )
+    culprits = tuple((name, reason.text) for name, reason in found.culprits) or (("sync", text),)
     report = VerifyReport(
-        verdict="not_exact",
+        verdict="exact" if found.is_exact else "not_exact",
         max_relative_error=found.error,
         reference=f"{plural(found.num_samples, 'sample')} on one process",
         dtype=dtype_name(found.dtype),
@@ -51,8 +55,12 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         micro_batches=found.num_micro_batches,
         global_batch=found.num_samples,
         limit=EXACT[found.dtype],
-        culprits=(("sync", text),),
+        culprits=() if found.is_exact else culprits,
     )
+    if config.matrix:
+        # The process that verifies the rest reads it, and goes on.
+        world.on_main(lambda: write_record(folder / RunFolder.VERIFY, report.to_json()))
+        return 0
     if world.is_main:
         write_verdict(report, folder)
     raise NotExactError(f"the planned step is not the whole-batch step: {text}")

@@ -33,6 +33,7 @@ _SHOWS = "shows samples under train plan: type train plan ..."
 _FOR_PLAN = "names a card for train plan; a run takes device=cuda or auto"
 _NO_PATH = "takes the place of data.path, which these data lack; see eval.sets"
 _ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
+_IS_COMPARED = "compared only by train verify: type train verify matrix=true, or leave it out"
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
@@ -51,6 +52,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("device", tuple(CARDS), "command", commands_but("plan"), _FOR_PLAN),
     ("data.eval_path", ..., "data.path", (None,), _NO_PATH),
     ("ema.evaluate", (True,), "ema.decay", (None,), "needs an average: type ema.decay=0.999"),
+    ("matrix", (True,), "command", commands_but("verify"), _IS_COMPARED),
     ("export.to", ..., "command", commands_but("export"), _IS_WRITTEN),
     ("export.merge", (True,), "command", commands_but("export"), _IS_WRITTEN),
     ("export.merge", (True,), "adapter", ("none",), "the run has no adapter; leave it out"),

@@ -94,6 +94,7 @@ class RunConfig(Section):
     resume_allow: components.Words
     run: NonEmptyText | None
     step: Literal["last", "best", "ema"] | Natural
+    matrix: bool
     export: sections.Export
     prompt: str | None
     generate: sections.Generate

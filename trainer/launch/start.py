@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from trainer.config.command_words import READING_COMMANDS
 from trainer.config.run_config import RunConfig
@@ -39,11 +40,13 @@ def run(config: RunConfig, folder: Path) -> int:
             return supervise(config, folder, members, stop)
         from trainer.launch.session import local_ranks, run_single  # noqa: PLC0415 - imports torch
 
-        if config.command == "verify" and local_ranks(config) > 1:
+        if config.command == "verify" and (config.matrix or local_ranks(config) > 1):
             # Two ranks on the CPU compare what they reduce; `NotExactError` where it is wrong.
-            update = {"ranks": 2}
+            update: dict[str, Any] = {"ranks": 2}
             if config.parallel.mode == "hsdp":
                 update |= {"shard": 1, "replicate": 2}
+            elif config.parallel.mode == "none":
+                update |= {"mode": "ddp"}
             parallel = config.parallel.model_copy(update=update)
             two = config.model_copy(update={"device": "cpu", "parallel": parallel})
             supervise(two, folder, _all_ranks(2), stop)

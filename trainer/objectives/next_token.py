@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,6 +34,9 @@ from trainer.objectives.text_output import TextOutput, continued
 LEAST_BYTES = 2**23
 """Logits of a micro-batch in fp32 from which on they are computed in chunks: with fewer a CPU is as
 fast with all at once. A matter of shapes alone, so that a run gives the same numbers anywhere."""
+
+in_chunks: ContextVar[bool | None] = ContextVar("in_chunks", default=None)
+"""Whether logits are computed in chunks; None leaves that to their size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +76,9 @@ class TokenEntropy(Objective):
         targets, fields = self.targets(fields), self.inputs(model, fields)
         # `isinstance` of a protocol would take 20 us.
         if (layer := getattr(model, "output_layer", None)) is not None:
-            logits_bytes = 4 * targets.numel() * len(layer.weight)
-            if logits_bytes >= LEAST_BYTES and not self.z_loss:
+            if (is_large := in_chunks.get()) is None:
+                is_large = 4 * targets.numel() * len(layer.weight) >= LEAST_BYTES
+            if is_large and not self.z_loss:
                 return self._in_chunks(cast("ModelRun", model), fields, targets)
         return self._from_logits(logits_of(model(fields)), targets)
 

@@ -23,6 +23,7 @@ from trainer.accumulate.base import (
     divisors,
     reference_kind,
 )
+from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.sum import Sum
 from trainer.core.declared_state import own_generators
 from trainer.core.micro_batch import Fields, MicroBatch, to_device
@@ -85,6 +86,11 @@ class Widened(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Call PyTorch with wider dtypes."""
+        if func is Tensor.backward:
+            # Without the mode again, what backward recomputes would be in another precision.
+            grads = {"gradient": None, **(kwargs or {})}
+            with self:
+                return torch.autograd.backward(args[0], grads.pop("gradient"), **grads)
         if func in NARROWING:
             self._undone.add(NARROWING[func])
             func = Tensor.double
@@ -147,12 +153,15 @@ def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def copied(
-    context: StepContext, dtype: torch.dtype | None, shared: Iterable[object] = ()
+    context: StepContext,
+    dtype: torch.dtype | None,
+    shared: Iterable[object] = (),
+    precision: str = "fp32",
 ) -> StepContext:
     """Copy the model and the objective of a run, all but objects that are `shared`.
 
     Hooks on parameters are not copied, and a function that holds the model goes on holding it. A
-    `dtype` of None leaves each tensor its own.
+    `dtype` of None leaves each tensor its own; `precision` is that of matrix products.
     """
     memo: dict[int, Any] = {id(it): it for it in shared}
     module, objective = duplicate(context.model.module, memo), context.model.objective
@@ -164,7 +173,7 @@ def copied(
         if parameter.requires_grad:
             parameters.append(parameter)
     world = World(device=context.world.device)
-    model = replace(context.model, module=module, objective=objective, precision="fp32")
+    model = replace(context.model, module=module, objective=objective, precision=precision)
     parallel = Replicated(module, model.call, parameters, world)
     state = StepState.of(parallel, objective, world)
     return replace(context, model=model, parallel=parallel, state=state, world=world)
@@ -184,6 +193,10 @@ class Case:
     size: int = 0  # samples per group of the reference, once it is chosen
     # Whether every micro-batch draws the same numbers, where that is possible
     holds_draws: bool = False
+    # What every copy computes in, by the word of `precision`
+    precision: str = "fp32"
+    # Done to every copy before it computes
+    change: Callable[[nn.Module], object] | None = None
     # What hand-written casts asked for
     undone: set[torch.dtype] = field(default_factory=set)
     # Names of tensors in plain attributes of modules after a pass
@@ -286,9 +299,10 @@ class Case:
     def running(self) -> Iterator[Case]:
         """Lend a copy to compute with, in its precision: what a forward moves goes with it."""
         # Generators of the model's own are shared: no seed governs them, and that is to show.
-        context = copied(
-            self.context, self.dtype, own_generators(self.module, self.context.model.objective)
-        )
+        shared = own_generators(self.module, self.context.model.objective)
+        context = copied(self.context, self.dtype, shared, self.precision)
+        if self.change is not None:
+            self.change(context.model.module)
         default = torch.get_default_dtype()
         with ExitStack() as modes:
             # cuDNN's recurrent layers draw their dropout out of sight.
@@ -318,20 +332,21 @@ class Case:
         micro_batches: Sequence[MicroBatch] = (),
         kind: WeightUnit | None = None,
         strategy: GradientStrategy | None = None,
-        change: Callable[[nn.Module], object] | None = None,
+        *,
+        with_buffers: bool = False,
     ) -> Gradient:
         """Compute the planned step's gradient on a copy, with one thing changed where it is given.
 
-        Parameters that no micro-batch used are left out. After a `change` of the copy its buffers
-        are given as well.
+        Parameters that no micro-batch used are left out.
         """
+        # Small gradients would be zeros in fp16. A power of two rounds nothing.
+        scale = LossScale().value if self.precision == "fp16" else 1.0
         with self.running() as run:
-            if change is not None:
-                change(run.module)
             context, module = run.context, run.module
             cast = [run.cast(m) for m in micro_batches or self.batch.micro_batches]
             num_samples = len(set(chain.from_iterable(m.positions for m in cast)))
             found = divisors(kind or context.model.normalizer, context.terms, cast, context.world)
+            found = found.over(scale)
             walk(context, strategy or context.model.strategy, cast, found, num_samples)
             # Tensors that modules hold and have not registered, but for computed ones.
             for name, part in module.named_modules():
@@ -341,8 +356,8 @@ class Case:
             gradient = dict[str, Tensor]()
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None:
-                    gradient[name] = parameter.grad.detach()
-            if change is not None:
+                    gradient[name] = parameter.grad.detach() / scale
+            if with_buffers:
                 # A flag becomes a number, whose distance to another can be measured.
                 gradient |= {name: 1 * each for name, each in module.named_buffers()}
             return gradient

@@ -5,6 +5,8 @@ So every culprit is named, and none for another's fault.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import filterfalse
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import nn
 
 from trainer.accumulate.base import reference_kind
 from trainer.accumulate.sum import Sum
+from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.tensors import bits_of, dtype_name, gradient_dtype
 from trainer.models.recompute import recompute_nothing, recomputes
@@ -177,11 +180,25 @@ def check_recomputed(
     """
     if not recomputes(case.module):
         return errors, rest, []
-    plain = case.gradient(change=recompute_nothing)
-    found = _errors(case, case.gradient(change=lambda _: None), plain)
+    found, named = compare_recomputed(case, case.batch.micro_batches)
+    return (found, found, named) if named else (errors, rest, [])
+
+
+def compare_recomputed(
+    case: Case,
+    micro_batches: Sequence[MicroBatch],
+    change: Callable[[nn.Module], object] | None = None,
+) -> tuple[Errors, NamedReasons]:
+    """Compare a model as `change` leaves it with one that recomputes nothing; name what differs."""
+
+    def compute(how: Callable[[nn.Module], object] | None) -> Gradient:
+        return replace(case, change=how).gradient(micro_batches, with_buffers=True)
+
+    plain = compute(recompute_nothing)
+    found = _errors(case, compute(change), plain)
     # What differs from run to run, such as ungoverned draws, is not due to recomputation.
-    if found.is_exact or not _errors(case, case.gradient(change=recompute_nothing), plain).is_exact:
-        return errors, rest, []
+    if found.is_exact or not _errors(case, compute(recompute_nothing), plain).is_exact:
+        return found, []
     wrong = set[str]()
     for name, error in found.by_name.items():
         if error > found.limit:
@@ -191,7 +208,7 @@ def check_recomputed(
         # The last module with another gradient: backward begins there.
         names = [*filter(wrong.__contains__, dict(case.module.named_parameters()))][-1:]
     owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
-    return found, found, [(owner, RUNS_AGAIN) for owner in owners]
+    return found, [(owner, RUNS_AGAIN) for owner in owners]
 
 
 def _errors(case: Case, found: Gradient, plain: Gradient) -> Errors:

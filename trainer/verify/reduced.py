@@ -8,7 +8,7 @@ twice or averaged moves it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import final
 
@@ -23,10 +23,12 @@ from trainer.core.tensors import as_real, whole_of
 from trainer.core.world import World, rng_key
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import Parallel
+from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext, StepState
 from trainer.verify.case import Case, copied, walk
 from trainer.verify.comparison import EXACT, Gradient
+from trainer.verify.find_module import NamedReasons, examine
 
 # Samples, or groups of them, that are taken of a step, two in a micro-batch
 UNITS = 12
@@ -44,6 +46,7 @@ class ReducedError:
     dtype: torch.dtype
     num_samples: int
     num_micro_batches: int
+    culprits: NamedReasons = field(default_factory=NamedReasons)  # where these are looked for
 
     @property
     def is_exact(self) -> bool:
@@ -52,9 +55,18 @@ class ReducedError:
 
 
 def compare_reduced(
-    context: StepContext, batch: PlannedBatch, feed: Feed, lay_out: LayOutCall, world: World
+    context: StepContext,
+    batch: PlannedBatch,
+    feed: Feed,
+    lay_out: LayOutCall,
+    world: World,
+    *,
+    in_one_piece: bool = False,
 ) -> ReducedError | None:
     """Compute a few samples of a step on one process and on all ranks. Collective.
+
+    One process computes the micro-batches of the ranks, or all samples `in_one_piece` and without
+    random draws; then modules that depend on the cut are named.
 
     The run on one process, and the step's samples, are the same on every rank. None where the model
     runs in neither float64 nor float32, which a comparison in one process says better.
@@ -66,24 +78,23 @@ def compare_reduced(
         # Two passes of one pair: a single micro-batch would show nothing of adding up.
         if len(pairs) == 1:
             pairs *= 2
-        micro_batches = [case.load(each) for each in pairs]
         # Under lockstep all ranks have as many.
         if context.model.setup.sync.lockstep:
-            micro_batches = micro_batches[: len(micro_batches) // world.size * world.size]
-        # These few samples are a step of their own.
-        taken = sorted(set(chain.from_iterable(each.positions for each in micro_batches)))
-        places = {position: place for place, position in enumerate(taken)}
-        for index, each in enumerate(micro_batches):
-            positions = tuple(map(places.__getitem__, each.positions))
-            micro_batches[index] = replace(each, positions=positions)
+            pairs = pairs[: len(pairs) // world.size * world.size]
+        micro_batches = single = as_step(case, pairs)
+        suspects = NamedReasons()
         try:
-            expected = case.gradient(micro_batches)
+            if in_one_piece:
+                case, around = examine(case)
+                single, suspects = as_step(case, [np.concatenate(pairs)]), around.modules
+            expected = case.gradient(single)
         except Exception as fault:  # a model that fixes its precision may raise anything
             if isinstance(fault, TrainError):
                 raise
             continue
         mine = micro_batches[world.rank :: world.size]
-        found = _reduced(case, mine, lay_out, world, len(taken))
+        num_taken = len({*chain.from_iterable(each.positions for each in micro_batches)})
+        found = _reduced(case, mine, lay_out, world, num_taken)
         norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
         error = (_project(found) - _project(expected)).abs() / norm.clamp(torch.finfo(dtype).tiny)
         return ReducedError(
@@ -91,8 +102,18 @@ def compare_reduced(
             dtype=dtype,
             num_samples=sum(len(m.ids) for m in micro_batches),
             num_micro_batches=len(micro_batches),
+            culprits=suspects,
         )
     return None
+
+
+def as_step(case: Case, groups: Sequence[IntArray]) -> list[MicroBatch]:
+    """Load groups of samples as the micro-batches of a step of their own."""
+    taken, micro_batches = np.unique(np.concatenate(groups)), list[MicroBatch]()
+    for group in groups:
+        positions = tuple(np.searchsorted(taken, group).tolist())
+        micro_batches.append(replace(case.load(group), positions=positions))
+    return micro_batches
 
 
 def _reduced(

@@ -25,6 +25,16 @@ VERDICTS: Mapping[Verdict, str] = {
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """What a feature adds to a report."""
+
+    values: Mapping[str, Any]  # of verify.json
+    block: RenderableType  # of the screen
+    fault: str  # why the command ends with its exit code, in a line; empty where all is well
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """What `train verify` found: the planned step's gradient against a reference."""
 

@@ -1,0 +1,1 @@
+"""Compare the step under every way of execution: `train verify matrix=true`."""
