@@ -86,11 +86,6 @@ class Widened(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Call PyTorch with wider dtypes."""
-        if func is Tensor.backward:
-            # Without the mode again, what backward recomputes would be in another precision.
-            grads = {"gradient": None, **(kwargs or {})}
-            with self:
-                return torch.autograd.backward(args[0], grads.pop("gradient"), **grads)
         if func in NARROWING:
             self._undone.add(NARROWING[func])
             func = Tensor.double

@@ -101,7 +101,7 @@ def compare_axes(
         "cut": partial(_cut, report),
         "ranks": partial(_ranks, folder),
         "packing": partial(_packing, context, own),
-        "recomputation": partial(_recomputation, own),
+        "recomputation": partial(_recomputation, context, own),
         "kernel": partial(_kernel, own),
         "compile": partial(_compile, own),
         "precision": partial(_precision, context, own),
@@ -181,20 +181,27 @@ def _packing(context: StepContext, own: _Reference) -> AxisFound:
     return found
 
 
-def _recomputation(own: _Reference) -> AxisFound:
+def _recomputation(context: StepContext, own: _Reference) -> AxisFound:
+    """Compute every block again in backward, where casts by hand to float32 are not undone."""
     if not can_recompute(own.case.module):
         raise _NotThere("the model has no list of blocks (nn.ModuleList) to recompute")
-    try:
-        errors, named = compare_recomputed(own.case, own.pieces, checkpoint_blocks)
-    except CheckpointError as error:
-        owner, reason = type(own.case.module).__name__, clip(f"cannot be recomputed: {error}")
-        return AxisFound(verdict="not_exact", reason=reason, module=owner)
-    reason = f"{_samples(own.pieces)}, every block with none; buffers too"
-    found = _verdict(errors, own.case.limit_dtype, reason, None)
-    if not errors.is_exact:
-        found = replace(found, module=_owner_of_worst(errors), reason="differs each time")
-    for name, why in named[:1]:
-        found = replace(found, module=name, reason=why.text)
+    found = None
+    for dtype in (own.case.dtype, torch.float32):
+        case = replace(own.case, context=copied(context, dtype), dtype=dtype)
+        try:
+            errors, named = compare_recomputed(case, own.pieces, checkpoint_blocks)
+        except CheckpointError as error:
+            owner, reason = type(case.module).__name__, clip(f"cannot be recomputed: {error}")
+            found = AxisFound(verdict="not_exact", reason=reason, module=owner)
+            continue
+        reason = f"{_samples(own.pieces)}, every block with none; buffers too"
+        found = _verdict(errors, case.limit_dtype, reason, None)
+        if not errors.is_exact:
+            found = replace(found, module=_owner_of_worst(errors), reason="differs each time")
+        for name, why in named[:1]:
+            found = replace(found, module=name, reason=why.text)
+        break
+    assert found is not None
     return found
 
 
