@@ -11,16 +11,20 @@ Nothing is downloaded. The folder gets, of the docstrings of the standard librar
 * similar.csv: `sentence1`, `sentence2` and a `score`: a first sentence with what follows it (5),
   with that of another docstring of its module (3), and with that of one of another package (0),
 * preferences.jsonl: `prompt`, `chosen`, `rejected`: a question, its answer and a later paragraph,
+* entities.jsonl: `tokens` and `tags`, words of a docstring, in which Python's own errors, types and
+  values are entities,
 * tokenizer/: byte-pair encoding of 2,048 ids, trained on them, with a chat template.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import csv
 import inspect
 import json
 import random
+import re
 import sys
 import sysconfig
 from collections import Counter
@@ -75,6 +79,20 @@ def similar(found: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, int]]
             yield first, far[2], 0
 
 
+def tagged(text: str) -> dict[str, list[str]]:
+    """Tag the words of a text: errors, types and values of Python, of which several may follow."""
+    tokens, tags = re.findall(r"\w+|[^\w\s]", text), list[str]()
+    for token in tokens:
+        kind, thing = "O", getattr(builtins, token, None)
+        if token in {"True", "False", "None"}:
+            kind = "VALUE"
+        elif isinstance(thing, type):
+            kind = "ERROR" if issubclass(thing, BaseException) else "TYPE"
+        is_inside = kind != "O" and tags and tags[-1].endswith(f"-{kind}")
+        tags.append(kind if kind == "O" else f"{'I' if is_inside else 'B'}-{kind}")
+    return {"tokens": tokens, "tags": tags}
+
+
 def main(folder: Path) -> None:
     """Write the files."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
@@ -113,6 +131,8 @@ def main(folder: Path) -> None:
             if text != first[text]
         ],
     }
+    entities = [tagged(text) for _, _, text in found]
+    records["entities"] = [each for each in entities if {*each["tags"]} != {"O"}]
     for name, entries in records.items():
         lines = "".join(json.dumps(entry) + "\n" for entry in entries)
         (folder / f"{name}.jsonl").write_text(lines)

@@ -22,7 +22,9 @@ from tests.reliability.allocations import Struck
 from trainer.accumulate.base import GradientStrategy, StepDivisors
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import SaveError, TrainError
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.core.world import World
+from trainer.features.text_metrics.scored import ScoredPredictions
 from trainer.models.bind import bind
 from trainer.models.compilation import compile_model
 from trainer.models.first_weights import build_on_meta
@@ -506,6 +508,37 @@ def predicted(world: World, mode: str, num_held_out: int) -> list[dict[str, Any]
     found = predict(bench.context.parallel, bench.objective, held_out, world)
     bench.feed.close()
     return found
+
+
+def asked_by_half(sample: Fields) -> Fields:
+    """A text whose second half is the answer to the first."""
+    labels = sample["input_ids"].clone()
+    labels[: len(labels) // 2] = IGNORED
+    return {**sample, "labels": labels}
+
+
+class ByPlace:
+    """A figure that each sample enters by its place."""
+
+    def score(self, predictions: list[list[int]], references: list[list[int]]) -> dict[str, float]:
+        each = zip(predictions, references, strict=True)
+        return {"order": sum(i * (sum(p) + 3 * sum(r)) for i, (p, r) in enumerate(each, 1))}
+
+
+def scored(world: World, mode: str, num_held_out: int, cap: int) -> tuple[Any, Any]:
+    """Figures of written answers and of sums, and the lines of all samples."""
+    bench = bench_of(world, Case(Fixed(micro=4), mode))
+    bench.loader.prepare_with(asked_by_half)
+    lengths = Lengths.of(bench.dataset.lengths[:num_held_out])
+    layout = Layout(world_size=world.size)
+    part = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=cap)
+    feature, lines = ScoredPredictions([ByPlace()], 6, fills_lines=False), list[dict[str, Any]]()
+    context = replace(bench.context, figures=[feature.figures])
+    means = evaluate_parts(context, {"": part})[""]
+    lines += ({"id": i} for i in range(num_held_out))
+    feature.complete("", lines)
+    bench.feed.close()
+    return means, lines
 
 
 def share(world: World) -> tuple[list[object], str]:

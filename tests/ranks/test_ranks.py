@@ -25,6 +25,7 @@ from tests.lib.ranks_work import (
     predicted,
     run_each,
     run_steps,
+    scored,
     share,
     sum_in_integers,
     what_is_refused,
@@ -239,6 +240,17 @@ def test_every_rank_has_the_predictions_of_one_to_the_bit(ranks, mode):
     expected = predicted(World(), mode, 29)
     assert [line["id"] for line in expected] == list(range(29))
     assert all(found == expected for found in ranks.run(3, predicted, mode, 29))
+
+
+@pytest.mark.parametrize("mode", SHARDS)
+def test_a_score_of_answers_depends_on_neither_ranks_nor_cut(ranks, mode):
+    (means, lines), (_, other_cut) = (scored(World(), mode, 29, cap) for cap in (30, 200))
+    assert lines == other_cut
+    assert sum(bool(line.get("prediction")) for line in lines) > 10
+    for theirs, found in ranks.run(3, scored, mode, 29, 30):
+        assert found == lines
+        assert theirs["order"] == means["order"]
+        assert theirs["loss"] == pytest.approx(means["loss"], rel=1e-12)
 
 
 def test_several_ranks_predict_the_records_that_one_does(ranks):

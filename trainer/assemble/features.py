@@ -7,7 +7,7 @@ A feature is a group of `conf/` whose classes derive from `Feature`, or an entry
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +154,22 @@ class Feature:
         Called ahead of every evaluation, whose line they stand in, outside of `evaluating`.
         Collective; `Preempted` ends the run.
         """
+        return {}
+
+    def figures(
+        self, context: StepContext, parts: Mapping[str, HeldOut], was_asked: Callable[[], bool]
+    ) -> Mapping[str, Mapping[str, float]]:
+        """Give more figures of an evaluation, by parts, equal on all ranks. Collective.
+
+        `Preempted` where `was_asked`, on any rank, says that a signal asks to stop.
+        """
+        return {}
+
+    def complete(self, part: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Add to lines of predictions.jsonl what `figures` found of the samples of a part."""
+
+    def scores(self, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+        """Give figures of records, each with a `label` and a `prediction`, which may be no more."""
         return {}
 
     def after_evaluation(self, run: OpenRun) -> None:

@@ -13,6 +13,7 @@ from trainer.assemble.data_sets import RunTokenizer
 from trainer.assemble.instantiate import construct
 from trainer.config import components
 from trainer.config.messages import show
+from trainer.config.metric_names import sum_metrics
 from trainer.config.option_files import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -182,7 +183,8 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
 def _chosen(
     config: RunConfig, objective: Objective, component: components.Component, why: str = ""
 ) -> Chosen:
-    check_metrics(objective, config.objective.metrics)
+    sums = sum_metrics(config.objective.metrics)
+    check_metrics(objective, sums)
     name = component.label
     defaults = options_of("objective", config.config_dir).get(name, {})
     words = [name]
@@ -190,6 +192,4 @@ def _chosen(
         if defaults.get(key) != value:
             words.append(f"{key}={show(value)}")
     text = " ".join(words) + (why and f", {why}")
-    return Chosen(
-        objective=objective.with_metrics(config.objective.metrics), component=component, text=text
-    )
+    return Chosen(objective=objective.with_metrics(sums), component=component, text=text)

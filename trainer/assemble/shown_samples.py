@@ -59,6 +59,8 @@ def predict_parts(run: Run, model: Parallel) -> dict[str, list[dict[str, Any]]]:
     for name, part in parts.items():
         if name not in joined:
             predicted[name] = predict(model, objective, part, world)
+            for feature in run.features:
+                feature.complete(name, predicted[name])
     return predicted
 
 

@@ -73,6 +73,7 @@ def step_context(
         follow_batch=half_lives,
         parts=[*first, *parts],
         measuring=measuring,
+        figures=[feature.figures for feature in run.features],
         on_out_of_memory=on_out_of_memory,
     )
 

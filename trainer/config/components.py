@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, range_texts, whole
+from trainer.config.metric_names import METRICS, Metrics
 from trainer.config.option_files import LIBRARIES, data_dir, default_options
 
 NAMES_A_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
@@ -195,17 +196,6 @@ ParameterGroups = Annotated[
     dict[str, dict[Literal["lr", "weight_decay", "frozen"], bool | NonNegative]],
     Field(
         description="a mapping of name patterns to lr, weight_decay, frozen, e.g. {a*: {lr: 1e-3}}"
-    ),
-]
-METRIC_NAMES = (
-    *("accuracy", "f1", "f1_macro", "f1_micro", "mcc", "auroc", "perplexity"),
-    *("mse", "mae", "r2", "pearson"),
-)
-Metrics = Annotated[
-    tuple[Annotated[str, Field(pattern=f"^({'|'.join(METRIC_NAMES)}|top_[1-9][0-9]*)$")], ...],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    Field(
-        strict=False, description=f"a list of {', '.join(METRIC_NAMES)}, top_5, e.g. [accuracy,f1]"
     ),
 ]
 AutoWord = Literal["auto"]
@@ -396,5 +386,5 @@ def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from targets_in(place, inner)
-    elif isinstance(value, str) and "." in value and place == AUGMENT:  # a name alone
+    elif isinstance(value, str) and "." in value and place in {AUGMENT, METRICS}:  # a name alone
         yield place, value

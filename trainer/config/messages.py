@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainer.config.cards import CARDS, CardName
-from trainer.config.components import METRIC_NAMES, Metrics, Stages
+from trainer.config.components import Stages
+from trainer.config.metric_names import METRIC_NAMES, Metrics
 from trainer.config.secrets import without_secrets
 from trainer.config.type_words import alternatives
 from trainer.core.errors import ConfigError

@@ -6,17 +6,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from trainer.config.components import AUTO_OBJECTIVE, EVAL_SETS, METRIC_NAMES, Metrics, fits
+from trainer.config.components import AUTO_OBJECTIVE, EVAL_SETS, fits
 from trainer.config.declared import metrics_of
 from trainer.config.messages import line, near_names, refusals
+from trainer.config.metric_names import METRIC_NAMES, Metrics
 from trainer.core.errors import ConfigError
 from trainer.core.format import AVERAGED, is_held_out
 from trainer.core.run_folder import RunFolder
 
 Mode = Literal["auto", "min", "max"]
 _LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "spearman", "match", "top"}
+_LARGER |= {"precision", "rouge", "chrf", "bleu"}
 _SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
-_NAMES = ("loss", *METRIC_NAMES, "top_5", "exact_match", "recall_at_1", "spearman")
+_NAMES = ("loss", *METRIC_NAMES, "top_5", "recall_at_1", "spearman")
 
 
 def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", "max"]:
@@ -70,6 +72,9 @@ def _not_given(key: str, metric: str, view: Mapping[str, Any]) -> Iterator[str]:
     """Name a metric that no evaluation gives, unless `objective.metrics` asks for it."""
     name = metric.removeprefix(f"{AVERAGED}_").removeprefix("eval_")
     asked = view["objective.metrics"] or ()
+    # A class of one's own may give any.
+    if isinstance(asked, list) and any(isinstance(e, dict) or "." in str(e) for e in asked):
+        return
     target = str(view["objective._target_"])
     given = metrics_of(target)
     # Of a model's own objective all that is known is that it may be of classes.
@@ -79,7 +84,7 @@ def _not_given(key: str, metric: str, view: Mapping[str, Any]) -> Iterator[str]:
         section, is_set, rest = each.partition(f"{EVAL_SETS}.")
         if is_set and not section:
             name = name.removeprefix(f"{rest.partition('.')[0]}_")
-    is_asked_for = name in METRIC_NAMES or fits(Metrics, [name])
+    is_asked_for = "." not in name and fits(Metrics, [name])
     # The config of a run that is named is its own.
     is_new = not (view["resume"] or view["run"])
     if is_new and is_asked_for and given is not None and name not in {*given, *asked}:

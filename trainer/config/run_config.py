@@ -143,6 +143,8 @@ class RunConfig(Section):
             if each.typed_target and not typed:
                 continue
             section = {"_target_": each.target, **each.params}
+            if isinstance(each, components.ObjectiveKeys):
+                section["metrics"] = [*each.metrics]
             for place, target in components.targets_in(key, section):
                 is_ours = place == key and target.partition(".")[0] == "trainer"
                 libraries = components.LIBRARY_BASES.get(place, ())

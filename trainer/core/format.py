@@ -161,6 +161,15 @@ def shown_path(path: Path) -> str:
     return shlex.quote(str(path))
 
 
+METRIC_TITLES = "metric_titles"
+"""In plan.json: what a person reads in place of the names of some figures."""
+
+
+def figure_texts(means: Mapping[str, float], titles: Mapping[str, str]) -> list[str]:
+    """Write the figures of an evaluation; `titles` take the place of some names."""
+    return [f"{titles.get(name, name)} {mean:.4f}" for name, mean in means.items()]
+
+
 def named_means(means: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Put the name of each part before those of its figures; the run's own part has none."""
     named = dict[str, float]()

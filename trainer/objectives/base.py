@@ -110,6 +110,9 @@ class Objective(Described, ABC):
     rate_share: float = 1.0
     """The share it takes of the default learning rate of loaded weights, or of an adapter."""
 
+    writes_labels: bool = False
+    """Whether `predict` writes the labels, as a text of its own."""
+
     is_of_model: bool = False
     """Whether the model computes the loss, as it likes."""
 
@@ -191,8 +194,9 @@ class Objective(Described, ABC):
     ) -> Sequence[Mapping[str, Any]]:
         """Run the model on samples that need no labels, and give what it predicts of each.
 
-        Nothing is padded in the samples. Labels, where they are there, are no part of the answer;
-        of a class for each token they may say by -100 where none is wanted.
+        Nothing is padded in the samples, but for the ends of rows that `attention_mask` leaves
+        out. Labels, where they are there, are no part of the answer; of a class for each token
+        they may say by -100 where none is wanted.
 
         Returns:
             For each sample plain values by name: `prediction`, classes by their numbers, and

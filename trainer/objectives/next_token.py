@@ -149,7 +149,10 @@ class NextToken(TokenEntropy):
     def predict(
         self, model: ModelCall, fields: Fields, text: TextOutput
     ) -> Sequence[Mapping[str, Any]]:
-        """Continue samples that have no loss term, as prompts without an answer."""
+        """Continue samples that have no loss term, as prompts without an answer.
+
+        They may be padded at the end, by their mask.
+        """
         labels = fields.get("labels")
         if INPUT_IDS not in fields or (labels is not None and (labels != IGNORED).any()):
             return ()
@@ -161,8 +164,10 @@ class NextToken(TokenEntropy):
             return logits_of(model(given))
 
         begun, found = fields[INPUT_IDS], list[dict[str, Any]]()
-        for before, tokens in zip(begun.tolist(), continued(next_logits, begun, text), strict=True):
-            found.append({"prediction": text.text_behind(before, tokens)})
+        lengths = fields.get(ATTENTION_MASK, torch.ones_like(begun)).sum(1).tolist()
+        behind = continued(next_logits, begun, text, lengths)
+        for row, length, tokens in zip(begun.tolist(), lengths, behind, strict=True):
+            found.append({"prediction": text.text_behind(row[:length], tokens)})
         return found
 
 

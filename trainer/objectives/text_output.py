@@ -52,26 +52,37 @@ class TextOutput:
 
 
 def continued(
-    next_logits: Callable[[Tensor], Tensor], begun: Tensor, text: TextOutput
+    next_logits: Callable[[Tensor], Tensor],
+    begun: Tensor,
+    text: TextOutput,
+    lengths: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Append the likeliest token to each row until it is ended, and give what was appended.
 
-    `begun` is `(batch, time)`, without padding, and `next_logits` gives `(batch, time, vocabulary)`
-    for such rows. Each token costs a forward of whole rows: nothing is cached between two.
+    `begun` is `(batch, time)`, padded behind `lengths`, and `next_logits` gives `(batch, time,
+    vocabulary)` for rows without padding: all begin as the shortest one, and a longer one takes its
+    own tokens first. Each token costs a forward of whole rows: nothing is cached between two.
     """
-    rows, most, begin = begun, text.most, begun.shape[1]
+    lengths = lengths or [begun.shape[1]] * len(begun)
+    shortest, longest = min(lengths), max(lengths)
+    rows, end = begun[:, :shortest], longest + text.most
     if text.limit is not None:
-        most = min(most, text.limit - begin)
+        end = min(end, text.limit)
+    starts = torch.tensor(lengths, device=rows.device)
     ends = torch.tensor(sorted(text.ends), dtype=rows.dtype, device=rows.device)
     is_open = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    for _ in range(most):
+    for at in range(shortest, end):
         tokens = next_logits(rows)[:, -1, : text.vocab_size].argmax(-1)
+        is_written = starts <= at
+        if at < longest:
+            tokens = torch.where(is_written, tokens, begun[:, at])
         rows = torch.cat([rows, tokens[:, None]], dim=1)
-        is_open &= ~torch.isin(tokens, ends)
+        is_open &= ~(is_written & torch.isin(tokens, ends)) & (at + 1 < starts + text.most)
         if not is_open.any():
             break
     found = list[list[int]]()
-    for row in rows[:, begin:].tolist():
+    for row, begin in zip(rows.tolist(), lengths, strict=True):
         # A row that is ended was continued for the sake of the others.
-        found.append([*takewhile(lambda token: token not in text.ends, row)])
+        written = row[begin : begin + text.most]
+        found.append([*takewhile(lambda token: token not in text.ends, written)])
     return found

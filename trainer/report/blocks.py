@@ -17,7 +17,17 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainer.core.format import duration, loss, number, percent, plural, shown_path, size
+from trainer.core.format import (
+    METRIC_TITLES,
+    duration,
+    figure_texts,
+    loss,
+    number,
+    percent,
+    plural,
+    shown_path,
+    size,
+)
 from trainer.core.rows import Noun, Row, RowGroup, join_parts
 from trainer.core.run_folder import RunFolder
 from trainer.report.records import PlanRecord
@@ -151,7 +161,7 @@ def _outcome(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row]) -> Rende
     own_means = dict(metrics)
     own_means.pop("loss", None)
     own_means.pop("eval_loss", None)
-    own = [f"{name} {mean:.4f}" for name, mean in own_means.items()]
+    own = figure_texts(own_means, plan.get(METRIC_TITLES, {}))
     if result["eval_loss"] is not None and not result["baselines"]:
         own.insert(0, f"loss {loss(result['eval_loss'])}")
     lines["held out"] = join_parts(*own)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.checkpoint.store import Loaded
 from trainer.core.durable import as_save_error, strict, write_file_atomic, write_record
-from trainer.core.format import named_means, plural, shown_path
+from trainer.core.format import METRIC_TITLES, figure_texts, named_means, plural, shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.report.console import show_read
 from trainer.report.metrics import Means
@@ -33,9 +33,10 @@ def report_evaluation(
     the largest loss, is called once the rest is written, since the user's `decode` may raise.
     """
     texts, record, sets = list[str](), dict[str, Any](), dict[str, Facts]()
+    titles = RunFolder(file.parent).record(RunFolder.PLAN).get(METRIC_TITLES, {})
     for part, metrics in means.items():
         text, about = facts[part]
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        figures = ", ".join(figure_texts(metrics, titles))
         texts.append(f"{text}: {figures}")
         if part:
             sets[part] = about

@@ -11,7 +11,7 @@ from typing import Any, final
 from trainer.config.amounts import is_due
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
-from trainer.core.format import duration, part_title, plural
+from trainer.core.format import METRIC_TITLES, duration, figure_texts, part_title, plural
 from trainer.core.rows import Row
 from trainer.core.run_folder import RunFolder
 from trainer.report.blocks import end_block, noun_of, start_block
@@ -120,7 +120,7 @@ class RunReporter:
         last = [*(f"{name} {figure(entry[name])}" for name in own), f"({duration(seconds)})"]
         times = [*[""] * (len(means) - 1), "  " + "  ".join(last)]
         for (part, metrics), time in zip(means.items(), times, strict=True):
-            figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            figures = "  ".join(figure_texts(metrics, self._plan.get(METRIC_TITLES, {})))
             text = f"{step_text(step, self._steps)}  {part_title(part)}: {figures}{time}"
             self._screen.line(text, "bold")
         self._note(step)

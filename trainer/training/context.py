@@ -19,7 +19,7 @@ from trainer.models.bind import Casts
 from trainer.objectives.base import Objective
 from trainer.parallel.base import Parallel
 from trainer.training.batches import PlannedBatch
-from trainer.training.data import Data
+from trainer.training.data import Data, HeldOut
 from trainer.training.model import Model
 
 EachDivisors = Sequence[Mapping[str, float]]
@@ -35,6 +35,11 @@ Measuring = Callable[
 
 `Measured` takes sums by names, the same on every rank, when the block ends. Sums over ranks reach
 `see_gradient` of the parts."""
+
+MoreFigures = Callable[
+    ["StepContext", Mapping[str, HeldOut], Callable[[], bool]], Mapping[str, Mapping[str, float]]
+]
+"""Gives figures of an evaluation by the names of parts; see `Feature.figures`."""
 
 
 @final
@@ -78,6 +83,7 @@ class StepContext:
     follow_batch: Callable[[int, float], None] | None = None
     parts: Sequence[Stateful] = ()  # those that follow every update, in order
     measuring: Sequence[Measuring] = ()
+    figures: Sequence[MoreFigures] = ()  # beside those of sums, called in every evaluation
     # Called with the global batch and the error, before memory is freed
     on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 

@@ -63,7 +63,11 @@ def evaluate_parts(
     for name, part in parts.items():
         if part.joins:
             found[name] = [*chain.from_iterable(found[joined] for joined in part.joins)]
-    return {name: _means(context.model.objective, found[name]) for name in parts}
+    means = {name: _means(context.model.objective, found[name]) for name in parts}
+    for figures in context.figures:
+        for name, more in figures(context, parts, was_asked).items():
+            means[name] |= more
+    return means
 
 
 def _sums(context: StepContext, held_out: HeldOut, was_asked: Callable[[], bool]) -> list[_Found]:

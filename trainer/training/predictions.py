@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, Preempted
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
@@ -24,7 +24,11 @@ EXCHANGED_AT_ONCE = 1024  # samples between two exchanges of what the ranks foun
 
 
 def predict(
-    model: Parallel, objective: Objective, part: HeldOut, world: World
+    model: Parallel,
+    objective: Objective,
+    part: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Give the lines of predictions.jsonl for what is held out, in the order of ids. Collective.
 
@@ -34,13 +38,15 @@ def predict(
     loss terms, or None without one; `terms`, their number.
     """
     coupling, kind = objective.coupling, type(objective).__name__
-    if coupling.kind != "none" and not _tells_by_rows(objective):
+    if coupling.kind != "none" and not tells_by_rows(objective):
         raise ConfigError(f"eval.predictions=true: {kind} gives no sample a loss: {coupling.why}")
     found: list[dict[str, Any]] = []
     for start in range(0, part.num_samples, EXCHANGED_AT_ONCE):
         own = part.chosen(start, start + EXCHANGED_AT_ONCE)[world.rank :: world.size]
         for each in world.collect([*_lines(model, objective, part, own, world)]):
             found += each
+        if any(world.collect(was_asked())):
+            raise Preempted("stopped during an evaluation")
     return sorted(found, key=lambda line: line["id"])
 
 
@@ -95,7 +101,7 @@ def loss_of(
     return found
 
 
-def _tells_by_rows(objective: Objective) -> bool:
+def tells_by_rows(objective: Objective) -> bool:
     """Whether an objective that couples samples predicts something of each."""
     method = getattr(type(objective), "row_predictions", None)
     return method not in {None, CoupledObjective.row_predictions}

@@ -29,6 +29,8 @@ class Seq2Seq(TokenEntropy):
     `decoder_input_ids`.
     """
 
+    writes_labels = True
+
     def targets(self, fields: Fields) -> Tensor:
         """See the base class."""
         return sequences_of(fields).long()

@@ -1,0 +1,193 @@
+"""Write the answers of held-out samples anew, and give them beside those that the data have.
+
+Samples are written in groups that follow from their lengths alone: a text is the same for every cut
+and number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+
+from trainer.core.errors import Preempted
+from trainer.core.micro_batch import IGNORED, Fields, to_device
+from trainer.core.out_of_memory import no_replay
+from trainer.core.world import World
+from trainer.data.collate import ATTENTION_MASK, LABELS
+from trainer.data.loader import Request
+from trainer.data.samples import INPUT_IDS
+from trainer.objectives.base import Objective
+from trainer.objectives.text_output import TextOutput
+from trainer.parallel.base import Parallel
+from trainer.plan.cut import IntArray
+from trainer.plan.lengths import Lengths
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import forward_passes
+from trainer.training.predictions import EXCHANGED_AT_ONCE
+
+TOKENS_AT_ONCE = 2048  # of samples that are written together: their number, times the longest
+
+PredictedLines = list[dict[str, Any]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AskedSample:
+    """A sample that has an answer, parted: what is asked, and what is to be written behind it."""
+
+    given: Fields  # what `Objective.predict` gets of it, `(1, ...)`
+    begun: Sequence[int]  # tokens that the answer goes on behind
+    answer: Sequence[int]
+
+    @classmethod
+    def of(cls, objective: Objective, fields: Fields) -> AskedSample | None:
+        """Part a micro-batch of one sample; None where there is no answer, or no text is written.
+
+        Where the labels are those of the tokens, the last that are learned are the answer.
+        """
+        ids, labels = fields.get(INPUT_IDS), fields.get(LABELS)
+        if labels is None or not (objective.writes_labels or objective.predicts_next):
+            return None
+        given = {name: field for name, field in fields.items() if name != LABELS}
+        is_learned = labels[0] != IGNORED
+        if objective.writes_labels:
+            return cls(given=given, begun=(), answer=labels[0][is_learned].tolist())
+        if ids is None or ids.shape != labels.shape:
+            return None
+        learned = is_learned.tolist()
+        end = len(learned)
+        while end and not learned[end - 1]:
+            end -= 1
+        begin = end
+        while begin and learned[begin - 1]:
+            begin -= 1
+        # Of a text all is learned, and nothing is asked.
+        if not begin:
+            return None
+        for name, field in given.items():
+            if field.shape[:2] == ids.shape:
+                given[name] = field[:, :begin]
+        row = ids[0].tolist()
+        return cls(given=given, begun=row[:begin], answer=row[begin:end])
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether all that is given are rows of its tokens, so that others can be beside it."""
+        ids = self.given.get(INPUT_IDS)
+        return ids is not None and all(field.shape == ids.shape for field in self.given.values())
+
+    def reference(self, text: TextOutput) -> str | list[int]:
+        """Write its answer, up to what ends it, as one that is predicted is written."""
+        answer = takewhile(lambda token: token not in text.ends, self.answer)
+        return text.text_behind(self.begun, [*answer])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AnswerWriter:
+    """A model that writes the answers of held-out samples."""
+
+    model: Parallel
+    objective: Objective
+    world: World
+    text: TextOutput
+
+    def lines(self, part: HeldOut, was_asked: Callable[[], bool]) -> PredictedLines:
+        """Give `id`, `label` and `prediction` of samples with an answer. Collective."""
+        found = PredictedLines()
+        for start in range(0, part.num_samples, EXCHANGED_AT_ONCE):
+            groups = _groups(part.chosen(start, start + EXCHANGED_AT_ONCE), part.lengths)
+            own = groups[self.world.rank :: self.world.size]
+            ranks = self.world.on_all(partial(self._of_rank, part, own, was_asked))
+            if any(is_asked for _, is_asked in ranks):
+                raise Preempted("stopped during an evaluation")
+            for lines, _ in ranks:
+                found += lines
+        return sorted(found, key=lambda line: int(line["id"]))
+
+    def _of_rank(
+        self, part: HeldOut, groups: Sequence[Sequence[int]], was_asked: Callable[[], bool]
+    ) -> tuple[PredictedLines, bool]:
+        """Write the answers of some groups; stops where a signal asks for it."""
+        found, data = PredictedLines(), part.loader.dataset
+        requests = (
+            Request((place,), 0, int(part.lengths[place])) for group in groups for place in group
+        )
+        self.model.gather()
+        try:
+            with forward_passes(self.model, part.loader, requests, self.world) as loaded:
+                for group in groups:
+                    # An answer may take seconds.
+                    if was_asked():
+                        break
+                    asked = dict[int, AskedSample]()
+                    for place, fields in zip(group, islice(loaded, len(group)), strict=True):
+                        if (each := AskedSample.of(self.objective, fields)) is not None:
+                            asked[int(data.original_ids(place))] = each
+                    for some in self._together(asked):
+                        found += self._written(some, data.facts.pad_token_id or 0)
+        finally:
+            self.model.release()
+        return found, was_asked()
+
+    def _together(self, asked: Mapping[int, AskedSample]) -> Iterator[dict[int, AskedSample]]:
+        """Part the samples of a group, shortest first, where one would wait long for another."""
+        together, shortest = dict[int, AskedSample](), 0
+        for number, each in sorted(asked.items(), key=lambda pair: (len(pair[1].begun), pair[0])):
+            is_far = len(each.begun) - shortest > self.text.most
+            if together and (is_far or not each.are_rows):
+                yield together
+                together = {}
+            if not together:
+                shortest = len(each.begun)
+            together[number] = each
+            if not each.are_rows:
+                yield together
+                together = {}
+        if together:
+            yield together
+
+    def _written(
+        self, asked: Mapping[int, AskedSample], pad_token_id: int
+    ) -> Iterator[dict[str, Any]]:
+        """Write the answers of samples that are beside each other."""
+        samples = [*asked.values()]
+        fields = samples[0].given
+        if len(samples) > 1:
+            fields = joined(samples, pad_token_id)
+        with no_replay("where answers are written: set a smaller data.max_length"):
+            given = to_device(fields, self.world.device)
+            found = self.objective.predict(self.model.call, given, self.text)
+        for (number, each), line in zip(asked.items(), found, strict=True):
+            reference = each.reference(self.text)
+            yield {"id": number, "label": reference, "prediction": line["prediction"]}
+
+
+def joined(samples: Sequence[AskedSample], pad_token_id: int) -> Fields:
+    """Put what is given of samples together, all of which `are_rows`, padded at the end."""
+    longest = max(each.given[INPUT_IDS].shape[1] for each in samples)
+    columns = dict[str, list[torch.Tensor]]()
+    for each in samples:
+        ids = each.given[INPUT_IDS]
+        for name, field in {ATTENTION_MASK: torch.ones_like(ids), **each.given}.items():
+            fill = pad_token_id if name == INPUT_IDS else 0
+            padded = F.pad(field, (0, longest - ids.shape[1]), value=fill)
+            columns.setdefault(name, []).append(padded)
+    return {name: torch.cat(column) for name, column in columns.items()}
+
+
+def _groups(places: IntArray, lengths: Lengths) -> list[list[int]]:
+    """Part samples by their lengths into those that are loaded and written together."""
+    groups: list[list[int]] = [[]]
+    # The longest of a group is its last.
+    for place in sorted(places.tolist(), key=lambda place: int(lengths[place])):
+        if groups[-1] and (len(groups[-1]) + 1) * int(lengths[place]) > TOKENS_AT_ONCE:
+            groups.append([])
+        groups[-1].append(place)
+    return groups

@@ -1,0 +1,130 @@
+"""Score the predictions of all held-out samples by the libraries of the field.
+
+Each class imports its library when it is built, which is before data or a model are read.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, final
+
+_Texts = Sequence[str]
+_Tags = Sequence[Sequence[str]]
+
+
+class PredictionMetric(ABC):
+    """Whatever has a method `score(predictions, references)`, which gives figures by name.
+
+    Called with all samples that are evaluated, in the order of their ids: texts where the
+    objective writes them; a list of classes, by their names, of each sample with a label per
+    token; else the class of each.
+    """
+
+    reads: ClassVar[Literal["texts", "tags"] | None] = None
+    """Which of these it takes; None: any."""
+
+    score: Callable[[Sequence[Any], Sequence[Any]], Mapping[str, float]]
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        """Whether a class has the method, without inheritance."""
+        return callable(getattr(kind, "score", None))
+
+
+@final
+class EntityF1(PredictionMetric):
+    """Precision, recall and F1 over the entities of all samples, by seqeval's default rules.
+
+    An entity counts as right if its kind and both of its ends are: CoNLL's rules, which take an
+    `I-` that follows no other of its kind for a beginning.
+    """
+
+    reads = "tags"
+
+    def __init__(self) -> None:
+        from seqeval import metrics  # type: ignore[import-untyped]  # noqa: PLC0415 - an option
+
+        self._scores = {
+            "entity_f1": metrics.f1_score,
+            "entity_precision": metrics.precision_score,
+            "entity_recall": metrics.recall_score,
+        }
+
+    def score(self, predictions: _Tags, references: _Tags) -> Mapping[str, float]:
+        """Give shares from 0 to 1; 0 where there is no entity to divide by."""
+        found = dict[str, float]()
+        for name, score in self._scores.items():
+            found[name] = score(references, predictions, zero_division=0)
+        return found
+
+
+@final
+class RougeL(PredictionMetric):
+    """The F1 of the longest common subsequence of words, a mean over texts, from 0 to 1.
+
+    Words are runs of the letters a to z and digits, in lower case; with `use_stemmer` of a Porter
+    stemmer.
+    """
+
+    reads = "texts"
+
+    def __init__(self, *, use_stemmer: bool = False) -> None:
+        from rouge_score.rouge_scorer import (  # type: ignore[import-untyped]  # noqa: PLC0415
+            RougeScorer,
+        )
+
+        self._scorer = RougeScorer(["rougeL"], use_stemmer=use_stemmer)
+
+    def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
+        """See the class."""
+        found = list[float]()
+        for prediction, reference in zip(predictions, references, strict=True):
+            found.append(self._scorer.score(reference, prediction)["rougeL"].fmeasure)
+        return {"rouge_l": math.fsum(found) / len(found)}
+
+
+@final
+class ChrF(PredictionMetric):
+    """The F-score of n-grams of characters over all texts, from 0 to 100, by sacreBLEU."""
+
+    reads = "texts"
+
+    def __init__(self) -> None:
+        from sacrebleu import corpus_chrf  # noqa: PLC0415 - an option
+
+        self._score = corpus_chrf
+
+    def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
+        """See the class."""
+        return {"chrf": self._score(predictions, [references]).score}
+
+
+@final
+class Bleu(PredictionMetric):
+    """BLEU over all texts, from 0 to 100, by sacreBLEU and its tokenizer 13a."""
+
+    reads = "texts"
+
+    def __init__(self) -> None:
+        from sacrebleu import corpus_bleu  # noqa: PLC0415 - an option
+
+        self._score = corpus_bleu
+
+    def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
+        """See the class."""
+        return {"bleu": self._score(predictions, [references]).score}
+
+
+@final
+class ExactMatch(PredictionMetric):
+    """The share of texts that are equal, but for blanks around them."""
+
+    reads = "texts"
+
+    def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
+        """See the class."""
+        pairs = zip(predictions, references, strict=True)
+        right = sum(found.strip() == wanted.strip() for found, wanted in pairs)
+        return {"exact_match": right / len(references)}
