@@ -11,6 +11,7 @@ Nothing is downloaded. The folder gets, of the docstrings of the standard librar
 * similar.csv: `sentence1`, `sentence2` and a `score`: a first sentence with what follows it (5),
   with that of another docstring of its module (3), and with that of one of another package (0),
 * preferences.jsonl: `prompt`, `chosen`, `rejected`: a question, its answer and a later paragraph,
+* reports.jsonl: `document` and `summary`, made-up reports of the weather and what they say,
 * entities.jsonl: `tokens` and `tags`, words of a docstring, in which Python's own errors, types and
   values are entities,
 * tokenizer/: byte-pair encoding of 2,048 ids, trained on them, with a chat template.
@@ -34,6 +35,20 @@ from pathlib import Path
 SIMILAR = 400  # first sentences of which pairs are made
 TOPICS = 6  # packages, those with most docstrings
 LEAST = 40  # characters of a docstring
+REPORTS = 2000  # reports of the weather
+REPORTED = (
+    ("Aberdeen", "Bergen", "Cork", "Dover", "Esbjerg", "Faro", "Gdansk", "Hull", "Izmir", "Jena"),
+    ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
+    ("clear", "cloudy", "grey", "stormy", "red", "full of snow"),
+    ("north", "north-east", "east", "south-east", "south", "south-west", "west", "north-west"),
+)
+ASIDES = (
+    "Ferries to the islands ran on time.",
+    "The harbour was quiet.",
+    "Readers sent more letters than usual.",
+    "A train came ten minutes late.",
+    "The market opened at eight.",
+)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '</s>' }}"
@@ -93,6 +108,23 @@ def tagged(text: str) -> dict[str, list[str]]:
     return {"tokens": tokens, "tags": tags}
 
 
+def reports(count: int) -> Iterator[dict[str, str]]:
+    """Yield reports of the weather, whose sentences have any order, and what is to be known."""
+    draw = random.Random(0)
+    for _ in range(count):
+        place, day, sky, wind = (draw.choice(words) for words in REPORTED)
+        degrees, others = draw.randint(1, 30), draw.sample(ASIDES, 2)
+        sentences = [
+            f"On {day} the sky over {place} was {sky}.",
+            f"At noon the thermometer stood at {degrees} degrees.",
+            f"The wind came from the {wind}.",
+            *others,
+        ]
+        draw.shuffle(sentences)
+        summary = f"{place}, {day}: {sky}, {degrees} degrees, wind from the {wind}."
+        yield {"document": " ".join(sentences), "summary": summary}
+
+
 def main(folder: Path) -> None:
     """Write the files."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
@@ -131,6 +163,7 @@ def main(folder: Path) -> None:
             if text != first[text]
         ],
     }
+    records["reports"] = [*reports(REPORTS)]
     entities = [tagged(text) for _, _, text in found]
     records["entities"] = [each for each in entities if {*each["tags"]} != {"O"}]
     for name, entries in records.items():

@@ -48,6 +48,8 @@ class DataRecord:
     classes: Sequence[str] | None = None
     # What characters are counted in, as the context of a question
     text: str | None = None
+    # The text or tags that the file has, where its records are without them, too
+    reference: Any = None
 
 
 class Samples(Protocol):

@@ -84,7 +84,7 @@ def test_entity_f1_of_a_run_is_that_of_seqeval_over_its_predictions():
     assert "f1 (macro)" in (run.folder / "train.log").read_text()
 
 
-def test_answers_to_chats_are_written_and_scored_by_a_class_of_ones_own():
+def test_answers_to_chats_are_written_and_scored_by_a_class_of_ones_own(capsys):
     save_job_files("llama")
     Path("words_of_mine.py").write_text(
         "class Length:\n"
@@ -105,3 +105,10 @@ def test_answers_to_chats_are_written_and_scored_by_a_class_of_ones_own():
     assert last["eval_rouge_l"] == pytest.approx(sum(each) / len(each), abs=1e-12)
     letters = sum(len(line["label"]) for line in lines) / len(lines)
     assert last["eval_letters"] == pytest.approx(letters)
+    # Of the same records the command for data without labels says the same.
+    rows = Path("chat.jsonl").read_text().splitlines(keepends=True)
+    Path("asked.jsonl").write_text("".join(rows[line["id"]] for line in lines))
+    assert shell(f"predict run={run.folder} data.path=asked.jsonl trust=[words_of_mine]") == 0
+    figures = f"rouge_l {last['eval_rouge_l']:.4f}, letters {letters:.4f}"
+    text = f"against the references of {len(lines)} records: {figures}"
+    assert text in " ".join(capsys.readouterr().out.split())

@@ -124,6 +124,7 @@ class HuggingFaceData(TwoSides):
                 "tokenizer: has other words than the run was trained with; type "
                 "tokenizer.path=FOLDER, with that of the run"
             )
+        self._trained = trained_format or {}
         names = tuple(label_names) if label_names is not None else None
         options = EncodeOptions(
             task=task or "causal_lm",
@@ -243,7 +244,7 @@ class HuggingFaceData(TwoSides):
     def predicted_records(self) -> Iterator[DataRecord]:
         """Give all records, those that are no samples too; where labels are not read."""
         samples = samples_of(self._samples.documents, self._index)
-        return all_records(self._source, self._index.facts, samples)
+        return all_records(self._source, self._index.facts, samples, self._trained)
 
     def prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
         """Write what is asked as the records begin; gives its tokens, and those that end it."""

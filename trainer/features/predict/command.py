@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.assemble.build import end_if_stopped
+from trainer.assemble.features import Features
 from trainer.assemble.saved import Saved
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import load_step
 from trainer.config.messages import first_of
 from trainer.config.run_config import RunConfig, config_hash, to_plain
 from trainer.core.errors import Preempted
-from trainer.core.format import plural, shown_path
+from trainer.core.format import figure_texts, plural, shown_path
 from trainer.core.rows import Noun, RunFacts
 from trainer.core.world import World
 from trainer.features.predict.files import WrittenLines, shown_line, write_lines, write_table
@@ -55,7 +56,10 @@ def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     files = [file]
     if (table := predictor.loader.dataset.facts.predicted_table) is not None:
         files.append(write_table(table, file, written))
-    _show(loaded, predictor, written, files, earlier)
+    figures = dict[str, float]()
+    for feature in Features.of(config):
+        figures.update(feature.scores(written.labelled))
+    _show(loaded, predictor, written, files, earlier, figures)
     return 0
 
 
@@ -83,6 +87,7 @@ def _show(
     written: WrittenLines,
     files: Sequence[Path],
     earlier: str,
+    figures: Mapping[str, float],
 ) -> None:
     """Say what was read, as what, where the predictions are, and of what there are none."""
     data, screen = predictor.loader.dataset, Screen()
@@ -105,6 +110,10 @@ def _show(
         what = "loss figure"
     count = plural(written.count - num_missing, what)
     screen.line(f"{loaded.short}: {count} written to {shown}{earlier}")
+    if figures:
+        texts = figure_texts(figures, {})
+        count = plural(len(written.labelled), "record")
+        screen.line(f"against the references of {count}: {', '.join(texts)}")
     for line in written.first:
         screen.line(f"  {shown_line(line)}")
     if written.count > len(written.first):

@@ -33,6 +33,8 @@ class WrittenLines:
     missing: dict[str, int] = field(default_factory=dict)
     first_missing: str | None = None  # where the first of them is from
     first: list[Mapping[str, Any]] = field(default_factory=list)  # lines, to show
+    # References and predictions, of lines that have both
+    labelled: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> WrittenLines:
@@ -45,6 +47,9 @@ def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> WrittenLines:
             written.names.update(line)
             if len(written.first) < SHOWN:
                 written.first.append(line)
+            if "label" in line:
+                pair = {"label": line["label"], "prediction": line["prediction"]}
+                written.labelled.append(pair)
             if (why := line.get("error")) is not None:
                 written.missing[why] = written.missing.get(why, 0) + 1
                 place = line.get("source", f"record {line['id']}")

@@ -194,6 +194,8 @@ class RecordPredictor:
         names = record.classes or self.names
         if "prediction" in values:
             values["prediction"] = _named(values["prediction"], names)
+            if record.reference is not None:
+                values["label"] = _labelled(record.reference, values["prediction"], names)
         if record.text is not None and "start" in values:
             values |= _answer_in(record.text, values["start"], values["end"])
         if (chances := values.get("probabilities")) is not None:
@@ -233,6 +235,13 @@ def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - an
     if names is not None and isinstance(value, int) and value < len(names):
         return names[value]
     return value
+
+
+def _labelled(reference: Any, prediction: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401
+    """Write a reference as its prediction is written: of a text that was cut, as many tags."""
+    if isinstance(reference, list) and isinstance(prediction, list):
+        reference = reference[: len(prediction)]
+    return _named(reference, names)
 
 
 def _answer_in(text: str, start: int, end: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ and number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
@@ -41,12 +41,13 @@ PredictedLines = list[dict[str, Any]]
 class AskedSample:
     """A sample that has an answer, parted: what is asked, and what is to be written behind it."""
 
+    number: int  # its id
     given: Fields  # what `Objective.predict` gets of it, `(1, ...)`
     begun: Sequence[int]  # tokens that the answer goes on behind
     answer: Sequence[int]
 
     @classmethod
-    def of(cls, objective: Objective, fields: Fields) -> AskedSample | None:
+    def of(cls, objective: Objective, fields: Fields, number: int = 0) -> AskedSample | None:
         """Part a micro-batch of one sample; None where there is no answer, or no text is written.
 
         Where the labels are those of the tokens, the last that are learned are the answer.
@@ -57,7 +58,8 @@ class AskedSample:
         given = {name: field for name, field in fields.items() if name != LABELS}
         is_learned = labels[0] != IGNORED
         if objective.writes_labels:
-            return cls(given=given, begun=(), answer=labels[0][is_learned].tolist())
+            answer = labels[0][is_learned].tolist()
+            return cls(number=number, given=given, begun=(), answer=answer)
         if ids is None or ids.shape != labels.shape:
             return None
         learned = is_learned.tolist()
@@ -74,11 +76,11 @@ class AskedSample:
             if field.shape[:2] == ids.shape:
                 given[name] = field[:, :begin]
         row = ids[0].tolist()
-        return cls(given=given, begun=row[:begin], answer=row[begin:end])
+        return cls(number=number, given=given, begun=row[:begin], answer=row[begin:end])
 
     @property
-    def are_rows(self) -> bool:
-        """Whether all that is given are rows of its tokens, so that others can be beside it."""
+    def is_row(self) -> bool:
+        """Whether all that is given is of its tokens, so that others can be beside it."""
         ids = self.given.get(INPUT_IDS)
         return ids is not None and all(field.shape == ids.shape for field in self.given.values())
 
@@ -126,51 +128,44 @@ class AnswerWriter:
                     # An answer may take seconds.
                     if was_asked():
                         break
-                    asked = dict[int, AskedSample]()
+                    asked = list[AskedSample]()
                     for place, fields in zip(group, islice(loaded, len(group)), strict=True):
-                        if (each := AskedSample.of(self.objective, fields)) is not None:
-                            asked[int(data.original_ids(place))] = each
+                        number = int(data.original_ids(place))
+                        if (each := AskedSample.of(self.objective, fields, number)) is not None:
+                            asked.append(each)
                     for some in self._together(asked):
                         found += self._written(some, data.facts.pad_token_id or 0)
         finally:
             self.model.release()
         return found, was_asked()
 
-    def _together(self, asked: Mapping[int, AskedSample]) -> Iterator[dict[int, AskedSample]]:
-        """Part the samples of a group, shortest first, where one would wait long for another."""
-        together, shortest = dict[int, AskedSample](), 0
-        for number, each in sorted(asked.items(), key=lambda pair: (len(pair[1].begun), pair[0])):
-            is_far = len(each.begun) - shortest > self.text.most
-            if together and (is_far or not each.are_rows):
+    def _together(self, asked: Sequence[AskedSample]) -> Iterator[list[AskedSample]]:
+        """Part the samples of a group where the shortest would wait long for others."""
+        together = list[AskedSample]()
+        for each in sorted(asked, key=lambda each: (len(each.begun), each.number)):
+            is_far = together and len(each.begun) - len(together[0].begun) > self.text.most
+            if together and (is_far or not (each.is_row and together[0].is_row)):
                 yield together
-                together = {}
-            if not together:
-                shortest = len(each.begun)
-            together[number] = each
-            if not each.are_rows:
-                yield together
-                together = {}
+                together = []
+            together.append(each)
         if together:
             yield together
 
-    def _written(
-        self, asked: Mapping[int, AskedSample], pad_token_id: int
-    ) -> Iterator[dict[str, Any]]:
+    def _written(self, asked: Sequence[AskedSample], pad_token_id: int) -> Iterator[dict[str, Any]]:
         """Write the answers of samples that are beside each other."""
-        samples = [*asked.values()]
-        fields = samples[0].given
-        if len(samples) > 1:
-            fields = joined(samples, pad_token_id)
+        fields = asked[0].given
+        if len(asked) > 1:
+            fields = joined(asked, pad_token_id)
         with no_replay("where answers are written: set a smaller data.max_length"):
             given = to_device(fields, self.world.device)
             found = self.objective.predict(self.model.call, given, self.text)
-        for (number, each), line in zip(asked.items(), found, strict=True):
+        for each, line in zip(asked, found, strict=True):
             reference = each.reference(self.text)
-            yield {"id": number, "label": reference, "prediction": line["prediction"]}
+            yield {"id": each.number, "label": reference, "prediction": line["prediction"]}
 
 
 def joined(samples: Sequence[AskedSample], pad_token_id: int) -> Fields:
-    """Put what is given of samples together, all of which `are_rows`, padded at the end."""
+    """Put what is given of samples together, each of which `is_row`, padded at the end."""
     longest = max(each.given[INPUT_IDS].shape[1] for each in samples)
     columns = dict[str, list[torch.Tensor]]()
     for each in samples:

@@ -74,8 +74,13 @@ class RougeL(PredictionMetric):
         from rouge_score.rouge_scorer import (  # type: ignore[import-untyped]  # noqa: PLC0415
             RougeScorer,
         )
+        from rouge_score.tokenizers import (  # type: ignore[import-untyped]  # noqa: PLC0415
+            DefaultTokenizer,
+        )
 
-        self._scorer = RougeScorer(["rougeL"], use_stemmer=use_stemmer)
+        # The one that it takes by default, of which it would log a line
+        tokenizer = DefaultTokenizer(use_stemmer)
+        self._scorer = RougeScorer(["rougeL"], tokenizer=tokenizer)
 
     def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
         """See the class."""
