@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, range_texts, whole
-from trainer.config.metric_names import METRICS, Metrics
+from trainer.config.metric_names import METRICS_KEY, Metrics
 from trainer.config.option_files import LIBRARIES, data_dir, default_options
 
 NAMES_A_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
@@ -386,5 +386,7 @@ def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from targets_in(place, inner)
-    elif isinstance(value, str) and "." in value and place in {AUGMENT, METRICS}:  # a name alone
+    elif (
+        isinstance(value, str) and "." in value and place in {AUGMENT, METRICS_KEY}
+    ):  # a name alone
         yield place, value

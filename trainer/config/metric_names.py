@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from trainer.config.option_files import data_dir, load_yaml
 
-METRICS = "objective.metrics"
+METRICS_KEY = "objective.metrics"
 KNOWN_METRICS: Mapping[str, Any] = load_yaml(data_dir("conf") / "metrics.yaml")
 METRIC_NAMES = (*KNOWN_METRICS["sums"], *KNOWN_METRICS["predictions"])
 _METRIC = rf"^({'|'.join(METRIC_NAMES)}|top_[1-9][0-9]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$"

@@ -14,7 +14,7 @@ from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.data_sets import component_of
 from trainer.config.messages import first_of
-from trainer.config.metric_names import KNOWN_METRICS, METRICS, sum_metrics
+from trainer.config.metric_names import KNOWN_METRICS, METRICS_KEY, sum_metrics
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.format import METRIC_TITLES, plural
@@ -58,8 +58,8 @@ class ScoredPredictions(Feature):
             ours = KNOWN_METRICS["predictions"].get(each) if isinstance(each, str) else None
             section = ours or ({"_target_": each} if isinstance(each, str) else each)
             is_typed = config.objective.typed_target and ours is None
-            component = component_of({"_target_": None, **section}, METRICS, typed=is_typed)
-            metrics.append(construct(component, METRICS, PredictionMetric, config.trust))
+            component = component_of({"_target_": None, **section}, METRICS_KEY, typed=is_typed)
+            metrics.append(construct(component, METRICS_KEY, PredictionMetric, config.trust))
         return cls(metrics, config.log.generate_tokens, fills_lines=config.eval.predictions)
 
     def check(self, run: Run) -> None:
@@ -80,7 +80,7 @@ class ScoredPredictions(Feature):
             elif reads == "texts" and any(_decodes_nothing(part) for part in parts):
                 fault = "the data have no `decode`, which turns tokens into text"
             if fault is not None:
-                raise ConfigError(f"{METRICS}: {type(metric).__name__}: {fault}")
+                raise ConfigError(f"{METRICS_KEY}: {type(metric).__name__}: {fault}")
 
     def rows(self, run_plan: RunPlan) -> Sequence[Row]:
         """Say what evaluations compute beside the loss, and which metric a name stands for."""
@@ -134,7 +134,7 @@ class ScoredPredictions(Feature):
             except TrainError:
                 raise
             except Exception as error:
-                place = f"{METRICS}: `score` of {type(metric).__name__}"
+                place = f"{METRICS_KEY}: `score` of {type(metric).__name__}"
                 raise ConfigError(f"{place}: {described(error)}") from error
         return figures
 
