@@ -60,7 +60,8 @@ class AskedSample:
         if objective.writes_labels:
             answer = labels[0][is_learned].tolist()
             return cls(number=number, given=given, begun=(), answer=answer)
-        if ids is None or ids.shape != labels.shape:
+        # A pair of answers has two rows.
+        if ids is None or ids.shape != labels.shape or ids.ndim != 2:  # noqa: PLR2004
             return None
         learned = is_learned.tolist()
         end = len(learned)

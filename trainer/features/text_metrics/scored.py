@@ -44,9 +44,8 @@ class ScoredPredictions(Feature):
         self._metrics = metrics
         self._most = most  # tokens of an answer
         self._fills_lines = fills_lines  # whether predictions.jsonl is to have the answers
-        self._found: Mapping[
-            str, PredictedLines
-        ] = {}  # of the last evaluation, by the names of the parts
+        # Of the last evaluation, by the names of the parts
+        self._found: Mapping[str, PredictedLines] = {}
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
