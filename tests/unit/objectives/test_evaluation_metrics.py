@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config.components import METRIC_NAMES
+from trainer.config.metric_names import KNOWN_METRICS
 from trainer.core.errors import ConfigError
 from trainer.features.heads.model_loss import ModelLoss
 from trainer.features.heads.numbers import Numbers
@@ -158,4 +158,4 @@ def test_a_metric_of_other_labels_is_refused():
 
 def test_nothing_is_summed_while_training():
     assert statistics_of(with_metrics(Near(), ["f1"]), *drawn(6)) == {}
-    assert METRIC_OF.keys() == {*METRIC_NAMES}, "what a config takes is what there is"
+    assert METRIC_OF.keys() == {*KNOWN_METRICS["sums"]}, "what a config takes is what there is"
