@@ -28,8 +28,8 @@ from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 
 from trainer.core.micro_batch import Fields
 from trainer.data.loader import Loader, Request
-from trainer.data.stdlib import StdlibText
 from trainer.data.view import DataView
+from trainer.features.stdlib.stdlib import StdlibText
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import AdamW

@@ -149,7 +149,7 @@ def _plan(lengths: IntArray, ranks: list[list[IntArray]], *, fill: bool = False)
 def draw_lengths(settings: Settings) -> IntArray:
     """Give the lengths of a data set, `(num_samples,)`."""
     if settings.data == "stdlib":
-        from trainer.data.stdlib import StdlibText  # noqa: PLC0415 - torch, only where it is asked for
+        from trainer.features.stdlib.stdlib import StdlibText  # noqa: PLC0415 - torch, only where it is asked for
 
         return np.asarray(
             StdlibText(max_length=settings.max_length, overlong="cut").facts().lengths

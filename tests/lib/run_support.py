@@ -72,7 +72,9 @@ def in_use(folder: Path) -> Iterator[None]:
 def small_library(patch: pytest.MonkeyPatch) -> None:
     """Let `data=stdlib` read 60 files of the current folder, not what takes a minute to index."""
     folder = Path("library").absolute()
-    patch.setattr("trainer.data.stdlib.sysconfig", SimpleNamespace(get_path=lambda _: str(folder)))
+    patch.setattr(
+        "trainer.features.stdlib.stdlib.sysconfig", SimpleNamespace(get_path=lambda _: str(folder))
+    )
     folder.mkdir()
     for i in range(60):
         (folder / f"m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")

@@ -9,8 +9,8 @@ import transformers
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
 from tests.lib.nightly import nightly
 from tests.lib.run_support import entries, go, on, shell, small_library
-from trainer.data.stdlib import StdlibText
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
+from trainer.features.stdlib.stdlib import StdlibText
 
 PROMPTS = ["the step is", "we"]
 LINE = (

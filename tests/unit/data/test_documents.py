@@ -11,7 +11,7 @@ import pytest
 from tests.lib.support import documents_of
 from trainer.core.errors import DataError
 from trainer.data.documents import BOS, EOS
-from trainer.data.stdlib import StdlibText
+from trainer.features.stdlib.stdlib import StdlibText
 
 
 @pytest.fixture(autouse=True)

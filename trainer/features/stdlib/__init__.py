@@ -1,0 +1,1 @@
+"""Text that every machine has: the source of Python's standard library. Read `stdlib`."""
