@@ -52,10 +52,10 @@ def test_a_run_sets_predicted_beside_measured_in_its_record_its_page_and_the_his
     # What the process took beside its model is known within a factor, of a model so small
     assert 0.1 < own["measured_bytes"] / own["predicted_bytes"] < 100
     assert own["predicted_seconds"] > 0 < own["measured_seconds"]
-    assert record["bytes_over_predicted"][:2] == [1.1, 1.1]
+    assert record["bytes_over_predicted"].count(1.1) == 2
     assert record["seconds_over_predicted"].count(1.2) == 2
     page = Path("run/report.html").read_text()
-    assert re.search(r"3 runs on this machine took 110.0% to [\d.]+% of what was predicted", page)
+    assert re.search(r"3 runs on this machine took [\d.]+% to [\d.]+% of what was predicted", page)
     capsys.readouterr()
     assert shell("doctor history") == 0
     shown = capsys.readouterr().out
