@@ -99,3 +99,5 @@ def save_job_files(*models: str) -> None:
         write_lines(Path(f"{name}.jsonl"), records)
     rows = "".join(f"{text},{('good', 'bad')[len(text) % 2]}\n" for text in TEXTS)
     Path("reviews.csv").write_text(f"text,label\n{rows}")
+    mails = [f"{text},{('ham', 'spam')[i % 3 == 0]},{i % 4 / 2}" for i, text in enumerate(TEXTS)]
+    Path("mails.csv").write_text("\n".join(["text,label,weight", *mails, ""]))

@@ -47,7 +47,10 @@ def llama_and_texts(here: Path) -> None:
     save_tokenizer(here / "llama", chat_template=TEMPLATE)
     write_lines(here / "corpus.jsonl", [{"text": text} for text in TEXTS])
     write_lines(here / "pairs.jsonl", [{"prompt": text, "completion": "so"} for text in TEXTS])
-    write_lines(here / "flags.jsonl", [{"text": text, "label": [0, 1]} for text in TEXTS])
+    write_lines(
+        here / "flags.jsonl",
+        [{"text": text, "label": [0, 1] if i != 1 else 1} for i, text in enumerate(TEXTS)],
+    )
     (here / "scored.csv").write_text("sentence1,sentence2,score\n" + "a,b,1\n" * 20)
     (here / "reviews.csv").write_text("review,sentiment\ngood,1\nbad,0\n")
     (here / "latin.csv").write_bytes("text,label\ncaf\xe9,1\n".encode("latin-1"))

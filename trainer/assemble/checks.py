@@ -17,9 +17,10 @@ from trainer.accumulate.two_pass import too_few
 from trainer.assemble.run import Run
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
-from trainer.core.micro_batch import output_part, to_device
+from trainer.core.micro_batch import IGNORED, output_part, to_device
 from trainer.core.stateful import Stateful
 from trainer.core.user_code import described, quiet
+from trainer.data.collate import LABELS, WEIGHT
 from trainer.models.bind import bind
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
@@ -187,6 +188,10 @@ def _compare_with_model(run: Run) -> None:
     if parameter is None:
         return
     given, call = to_device(unpacked(run.example), parameter.device), bind(module)
+    given = {name: field for name, field in given.items() if name != WEIGHT}
+    labels = given.get(LABELS)
+    if labels is not None and labels.is_floating_point() and (labels == IGNORED).any():
+        return
     with _trial(run):
         try:
             weights = weights_of(objective, given)

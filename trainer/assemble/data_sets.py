@@ -241,6 +241,7 @@ def _spec(
         **(tokenizer or RunTokenizer(config)).given_to(component, "data"),
         "label_names": labels,
         "model_path": source_of_model(config),
+        "objective": config.objective.name,
     }
     # Of what cannot be read it says why there is no prediction.
     is_asked = config.command in OF_OTHER_DATA
@@ -331,6 +332,7 @@ def arguments_from_data(
         "vocab_size": known,
         "num_classes": data.facts.num_classes,
         "label_names": data.facts.label_names,
+        "label_kind": data.facts.label_kind,
         "pad_token_id": data.facts.pad_token_id,
         "new_token_ids": getattr(tokenizer.built, "new_token_ids", None),
         "max_length": length,

@@ -22,6 +22,8 @@ from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.data.shown import ShownSample
+from trainer.data.view import DataView
+from trainer.objectives.base import Objective
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Plan
 from trainer.report.metrics import Means
@@ -73,6 +75,13 @@ class Feature:
         Raises:
             ConfigError: what was typed does not fit the model or the steps.
         """
+
+    def decided(self, objective: Objective, data: DataView) -> Mapping[str, Any]:
+        """Give arguments of the objective that the training data decide, by their new values.
+
+        A run that is read again has those that it was trained with.
+        """
+        return {}
 
     def check(self, run: Run) -> None:
         """Refuse a run that it does not fit, before anything is measured.

@@ -71,7 +71,10 @@ def make_model(
     fit_loader(data.loader, module)
 
     # The loss, and how gradients of micro-batches and of ranks become the step's.
-    chosen = choose_objective(config, typed.objective, module, data.loader, typed.tokenizer)
+    chosen = choose_objective(
+        *(config, typed.objective, module, data.loader, typed.tokenizer),
+        *(features, terms.contract),
+    )
     objective = chosen.objective
     if not goes_on:
         make = partial(_frozen_model, config, objective)

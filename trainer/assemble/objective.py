@@ -10,6 +10,7 @@ from typing import Any, final
 from torch import nn
 
 from trainer.assemble.data_sets import RunTokenizer
+from trainer.assemble.features import Features
 from trainer.assemble.instantiate import construct
 from trainer.config import components
 from trainer.config.messages import show
@@ -51,7 +52,7 @@ class ByModel:
 
     label_smoothing: components.Share | None = None
     z_loss: components.NonNegative | None = None
-    class_weights: components.Weights | None = None
+    class_weights: components.ClassWeights | None = None
     reduction: components.LossReduction | None = None
     causal: bool | None = None
     mlm_probability: components.Share | None = None
@@ -73,12 +74,24 @@ def choose_objective(
     module: nn.Module,
     loader: Loader,
     tokenizer: RunTokenizer,
+    features: Features,
+    recorded: Mapping[str, Any],
 ) -> Chosen:
     """Take the objective that was typed, or the one for the model; samples are prepared for it."""
     chosen = typed
     if chosen is None:
         fields = loader.load(loader.longest())
         chosen = fitting_objective(config, module, fields, tokenizer)
+    found = dict[str, Any]()
+    for feature in features:
+        for name, value in feature.decided(chosen.objective, loader.dataset).items():
+            found[name] = recorded.get(f"objective.{name}", value)
+    if found:
+        component = chosen.component
+        component = component.model_copy(update={"params": {**component.params, **found}})
+        given = tokenizer.given_to(component, "objective")
+        objective = construct(component, "objective", Objective, config.trust, given)
+        chosen = _chosen(config, objective, component)
     # Where it changes no sample, loading seeds no generators.
     if type(chosen.objective).prepare is not Objective.prepare:
         loader.prepare_with(chosen.objective.prepare)

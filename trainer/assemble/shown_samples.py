@@ -12,7 +12,7 @@ from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.format import plural, printable_lines
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, join_parts, row
-from trainer.data.collate import LABELS
+from trainer.data.collate import LABELS, WEIGHT
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.data.shown import ShownSample
@@ -40,6 +40,9 @@ def shown_samples(run: Run, folder: Path) -> list[Row]:
         if shown.terms is not None:
             counts.append(plural(source.lengths[i], "token"))
             counts.append(plural(sum(shown.terms), "loss term"))
+        weight = shown.fields.get(WEIGHT)
+        if weight is not None and weight.numel() == 1:
+            counts.append(f"weight {float(weight):g}")
         name = join_parts(view.name_of(i), *counts)
         rows.append(row("sample", f"{name}\n{text}"))
         samples.append(shown)
@@ -117,7 +120,8 @@ def _loaded(run: Run, loader: Loader, place: int) -> tuple[ShownSample, str]:
     has_targets = facts_of(run.model.module).has_targets
     if ids is not None and labels is not None and ids.shape == labels.shape and not has_targets:
         terms = (labels != IGNORED).flatten().tolist()
-        counts = weights_of(objective, fields).values()
+        unweighted = {name: field for name, field in fields.items() if name != WEIGHT}
+        counts = weights_of(objective, unweighted).values()
         # An objective that predicts each token from those before counts one fewer.
         if terms[0] and sum(terms) - 1 in counts and sum(terms) not in counts:
             terms[0] = False

@@ -82,6 +82,7 @@ Betas = Annotated[
     Field(min_length=2, max_length=2, description="two fractions of at least 0 and below 1"),
 ]
 Weights = Annotated[Sequence[NonNegative], Field(description="a list of numbers, one per class")]
+ClassWeights = Weights | dict[str | int, NonNegative] | Literal["balanced"]
 Bytes = Annotated[
     int, BeforeValidator(parse_bytes), Field(ge=1, description="a size such as 80GiB")
 ]
@@ -141,13 +142,10 @@ Words = Annotated[
     Field(strict=False, description="a list, e.g. [a,b]"),
 ]
 ColumnNames = Annotated[
-    dict[str, str | None],
+    dict[str, str | Annotated[list[str], Field(min_length=1)] | None],
     Field(description="a mapping of roles to names of columns, e.g. {text: body}"),
 ]
-TemplateVariables = Annotated[
-    dict[str, Any],
-    Field(description="a mapping of names to values, e.g. {enable_thinking: false}"),
-]
+NamedValues = Annotated[dict[str, Any], Field(description="a mapping of names to values, {a: 1}")]
 ConfigFields = Annotated[dict[str, Any], Field(description="what a config.json holds")]
 AUGMENT = "data.augment"
 

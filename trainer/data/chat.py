@@ -24,8 +24,8 @@ from typing import Any, Literal, final
 from trainer.data.conversation import ASSISTANT, MESSAGE_WEIGHT, Message
 from trainer.data.resource_limits import limited
 
-TokensAndMask = tuple[list[int], list[bool]]
-"""Ids, and which of them are loss terms; both `(tokens,)`."""
+TokenCounts = tuple[list[int], list[float]]
+"""Ids, and how often each is a loss term, 0 where it is none; both `(tokens,)`."""
 IdsAndPlaces = tuple[list[int], list[tuple[int, int]]]
 """Ids, and the characters that each stands for: from, to; both `(tokens,)`."""
 
@@ -61,7 +61,7 @@ def encode_samples(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     learns_all: bool = False,
     answers: LearnedAnswers = "all",
-) -> list[TokensAndMask]:
+) -> list[TokenCounts]:
     """Encode what is given and what is learned, which are both text or both messages.
 
     A conversation of which every answer is learned has no prompt. It is one sample; or one for each
@@ -69,8 +69,8 @@ def encode_samples(
     Without a `{% generation %}` mask an answer begins behind the header that the template puts
     before it, and ends with its end-of-turn token; white space behind that is no loss term.
 
-    An answer of the weight 0 is given, and not learned; of `answers` the `last` one alone is, or
-    those `flagged` by another weight.
+    An answer counts as often as its weight says; one of the weight 0 is given, and not learned. Of
+    `answers` the `last` one alone is learned, or those `flagged` by another weight.
 
     Two texts are joined as they are, and end with the tokenizer's end-of-text token. A token that
     holds a part of both is a loss term. The tokenizer is a fast one of Hugging Face. What cannot be
@@ -79,17 +79,19 @@ def encode_samples(
     if isinstance(prompt, str) and isinstance(completion, str):
         ids, counts = _encode_texts(tokenizer, prompt, completion)
         if learns_all:
-            counts = [True] * len(ids)
+            counts = [1.0] * len(ids)
         return [(ids, counts)]
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion have to be both text, or both lists of messages")
     chat = Chat(tokenizer, tools_of(tools), chat_template, chat_template_kwargs or {})
     whole = chat.with_arguments([*prompt, *completion])
     if learns_all:
-        if any(message.get(MESSAGE_WEIGHT, 1) == 0 for message in completion):
-            raise ValueError("a message has the weight 0, and every token is to be learned")
+        for message in completion:
+            if (weight := message.get(MESSAGE_WEIGHT, 1)) != 1:
+                text = f"a message has the weight {weight}, and every token is to be learned"
+                raise ValueError(text)
         ids, _ = chat.tokenize(chat.render(whole))
-        return [(ids, [True] * len(ids))]
+        return [(ids, [1.0] * len(ids))]
     return chat.encode_answers(whole, len(prompt), answers)
 
 
@@ -140,7 +142,7 @@ def _rewritten(i: int) -> RewrittenError:
     )
 
 
-def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokensAndMask:  # noqa: ANN401
+def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokenCounts:  # noqa: ANN401
     if not completion.strip():
         raise ValueError("the completion is empty, so that there is nothing to learn")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
@@ -170,7 +172,7 @@ class Chat:
 
     def encode_answers(
         self, messages: Sequence[Message], first: int, answers: LearnedAnswers
-    ) -> list[TokensAndMask]:
+    ) -> list[TokenCounts]:
         """Mark the answers among the messages from index `first` on; see `encode_samples`."""
         learned = _learned(messages, first, answers)
         try:
@@ -180,11 +182,11 @@ class Chat:
                 raise
         return [self.encode_learned(messages[: i + 1], [i]) for i in learned]
 
-    def encode_learned(self, messages: Sequence[Message], learned: Sequence[int]) -> TokensAndMask:
+    def encode_learned(self, messages: Sequence[Message], learned: Sequence[int]) -> TokenCounts:
         """Mark some answers of a conversation in its tokens."""
         text = self.render(messages)  # within its limits, before it is tokenised
         ids, offsets = self.tokenize(text)
-        counts = [False] * len(ids)
+        counts = [0.0] * len(ids)
         is_marked = _GENERATION.search(self.template()) is not None
         for i in learned:
             if is_marked:
@@ -194,11 +196,11 @@ class Chat:
             else:
                 places = self.answer_tokens(messages, i, text, (ids, offsets))
             for place in places:
-                counts[place] = True
+                counts[place] = float(messages[i].get(MESSAGE_WEIGHT, 1))
         if is_marked and learned:
             how = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
             marks = self.apply(messages, return_dict=True, **how)["assistant_masks"]
-            counts = [each and bool(mark) for each, mark in zip(counts, marks, strict=True)]
+            counts = [each * bool(mark) for each, mark in zip(counts, marks, strict=True)]
             if not any(counts):
                 raise ValueError(
                     "the chat template marks no token of the assistant in this conversation, "

@@ -21,6 +21,8 @@ Limits = Mapping[str, int]
 since an index out of range poisons a GPU, and on the CPU its error names no sample."""
 
 LABELS = "labels"
+WEIGHT = "weight"
+"""How often the loss terms of a sample count, or each label of it: a number of 0 or more."""
 ATTENTION_MASK = "attention_mask"
 PACKING = ("position_ids", "cu_seqlens", "max_seqlen")
 """What comes with packed samples."""
@@ -103,12 +105,14 @@ def pack_samples(
     """
     columns = _columns(samples, name_of)
     for name in columns:
-        if name not in aligned:
+        if name not in aligned and name != WEIGHT:
             raise DataError(
                 f"data: field {name!r} does not have one entry per token, so samples cannot be "
                 f"packed end to end; use padded micro-batches"
             )
-    lengths = [len(value) for value in next(iter(columns.values()))]
+    lengths = [len(value) for value in next(columns[name] for name in columns if name in aligned)]
+    if WEIGHT in columns.keys() - {*aligned}:
+        columns[WEIGHT] = [each.expand(n) for each, n in zip(columns[WEIGHT], lengths, strict=True)]
     spare = pad_to - sum(lengths)
     if spare < 0:
         raise DataError(_too_long(f"{len(samples)} samples from {name_of(0)} on", pad_to))
@@ -203,6 +207,10 @@ def num_rows(fields: Mapping[str, Tensor], samples: Sequence[Sample]) -> int:
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:
     """Name the first value out of range, its place and the range; None where all are in it."""
+    if (given := fields.get(WEIGHT)) is not None:
+        wrong = ~((given >= 0) & (given < torch.inf))
+        if wrong.any():
+            return f"{WEIGHT} holds {float(given[wrong][0])}; give finite numbers, 0 or more"
     for name, limit in limits.items():
         values = fields.get(name)
         if values is None or values.is_floating_point() or values.is_complex():

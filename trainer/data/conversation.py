@@ -5,6 +5,7 @@ Faults are a ValueError that says in plain words what is wrong and what to do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 MESSAGE_WEIGHT = "weight"
-"""Of an answer: 0 or False where it is given and not learned, as OpenAI writes it."""
+"""Of an answer: how often its tokens count; 0 where it is given and not learned."""
 _WEIGHTS = (MESSAGE_WEIGHT, "train", "loss_mask", "loss")  # how files call it
 READ_KEYS = ("role", "content", "from", "value", *_WEIGHTS)
 """Of a message, whatever the template is."""
@@ -57,17 +58,19 @@ def _normalized(message: object, name: str) -> Message:
 
 
 def _weighted(message: Message, name: str) -> Message:
-    """Read whether a message is learned, by whatever key says so."""
+    """Read how often a message counts, by whatever key says so; but for `weight` it is 0 or 1."""
     for key in _WEIGHTS:
         value = message.pop(key, None)
         if value is None:
             continue
-        if value not in (0, 1):
-            raise ValueError(f"{name} has the {key} {value!r}; write 0 or 1, or leave it out")
+        is_weight = key == MESSAGE_WEIGHT and isinstance(value, int | float) and value >= 0
+        if value not in (0, 1) and not (is_weight and value < math.inf):
+            takes = "a number of 0 or more" if key == MESSAGE_WEIGHT else "0 or 1"
+            raise ValueError(f"{name} has the {key} {value!r}; write {takes}, or leave it out")
         if value and message["role"] != ASSISTANT:
             text = "answers of the assistant alone are learned; leave it out"
             raise ValueError(f"{name} has the {key} {value!r}, and {text}")
-        message[MESSAGE_WEIGHT] = min(value, message.get(MESSAGE_WEIGHT, 1))
+        message[MESSAGE_WEIGHT] = value * message.get(MESSAGE_WEIGHT, 1)
     return message
 
 

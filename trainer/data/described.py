@@ -30,6 +30,7 @@ def data_rows(
     counts = {OWN_PART: 0, **{part: len(view) for part, view in held_out.items()}}
     names = train.facts.label_names or ()
     num_classes = train.facts.num_classes or len(names)
+    kind = {"flags": "labels", "numbers": "numbers"}.get(str(train.facts.label_kind), "classes")
     shares = list[str]()
     for part, count in counts.items():
         shares.append(f"{number(count)} {f'in {part}' if part else 'held out'}")
@@ -38,7 +39,7 @@ def data_rows(
         facts.noun == "token" and f"{short(num_tokens)} tokens",
         cut and f"{short(cut)} more are left out",
         *shares,
-        num_classes and f"{number(num_classes)} classes",
+        num_classes and f"{number(num_classes)} {kind}",
     )
     counted = row(
         "data",
@@ -65,7 +66,9 @@ def data_rows(
             shown.append(f"{i} {label}")
     if len(shown) > MOST_CLASSES:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
-    return [*rows, row("classes", join_parts(*shown), label_names=[*names])]
+    # Data that count them have named them, too.
+    called = None if train.facts.class_counts else join_parts(*shown)
+    return [*rows, row(kind, called, label_names=[*names])]
 
 
 def _name_of(data: Component) -> str:

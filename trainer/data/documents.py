@@ -59,7 +59,7 @@ class Ends:
 
 
 SampleKind = str | int
-"""What a field of a sample is: `ids`, a `number`, a `real` one, or how many rows it has."""
+"""What a field is: `ids`, a `number`, a `real` one or several `reals`, or how many rows it has."""
 
 
 @final
@@ -162,9 +162,9 @@ class FieldSamples:
             values = numbers[place : place + count]
             place += int(count)
             found[name] = torch.from_numpy(values.astype(np.int64))
-            if kind == "real":
-                found[name] = torch.tensor(float(values.view(REAL)[0]))
-            elif kind == "number":
+            if kind in {"real", "reals"}:
+                found[name] = torch.from_numpy(values.view(REAL).copy())
+            if kind in {"real", "number"}:
                 found[name] = found[name][0]
             elif isinstance(kind, int):
                 found[name] = found[name].view(kind, -1)
@@ -179,7 +179,7 @@ def kinds_of(fields: Mapping[str, Any]) -> dict[str, SampleKind]:
         if array.ndim > 1:
             kinds[name] = len(array)
         elif array.ndim == 1:
-            kinds[name] = "ids"
+            kinds[name] = "reals" if array.dtype.kind == "f" else "ids"
         elif array.dtype.kind == "f":
             kinds[name] = "real"
         else:

@@ -68,6 +68,7 @@ class Joined(Dataset[Sample]):
             fingerprint=self._fingerprint,
             vocab_size=_largest([each.vocab_size for each in known]),
             num_classes=_largest([each.num_classes for each in known]),
+            label_kind=first.label_kind,
             pad_token_id=first.pad_token_id,
             max_length=_largest([each.max_length for each in known]),
             label_names=first.label_names,

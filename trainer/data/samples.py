@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, Literal, NoReturn, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ behind the last; -1 where it is of another text, or of none."""
 SOURCE = "source:"
 """What the name of a field begins with that marks the samples of a source, or all their tokens, by
 True: the loss of each has a figure in training."""
+LabelKind = Literal["classes", "numbers", "flags"]
+"""What labels are: a class for each row of the logits; a number, or 0 or 1, for each logit."""
 KeyArray = npt.NDArray[np.uint64]
 
 
@@ -85,6 +87,8 @@ class DataFacts:
     # Token ids are below it
     vocab_size: int | None = None
     num_classes: int | None = None  # labels are below it
+    # What they are, and the numbers of a row where they are numbers or flags: `num_classes` of each
+    label_kind: LabelKind | None = None
     # What `input_ids` are padded with, in place of 0
     pad_token_id: int | None = None
     # Most tokens of a sample
@@ -93,6 +97,8 @@ class DataFacts:
     # For a person
     # Of classes that are words, in their order
     label_names: Sequence[str] | None = None
+    # Counts the labels of each class
+    class_counts: Callable[[], npt.ArrayLike] | None = None
     decode: Callable[[Sequence[int]], str] | None = None  # writes tokens as text
     # Writes them without special tokens, as a person reads an answer
     decode_answer: Callable[[Sequence[int]], str] | None = None

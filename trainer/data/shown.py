@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import final
 
 from trainer.core.micro_batch import IGNORED, Fields
-from trainer.data.collate import LABELS
+from trainer.data.collate import LABELS, WEIGHT
 from trainer.data.samples import INPUT_IDS
 
 Decode = Callable[[Sequence[int]], str]
@@ -40,18 +40,21 @@ class ShownSample:
         return " -> ".join(filter(None, [given, self.learned()]))
 
     def _marked(self, ids: list[int], labels: list[int]) -> Iterator[str]:
-        """Give runs of tokens; of tokens with classes of their own each one with its class."""
+        """Give runs of tokens of one weight; of tokens with classes each one with its class."""
         assert self.terms is not None  # see `text`
-        end, before = 0, ""
-        pairs = enumerate(self.terms)
-        for (is_term, _), run in groupby(pairs, lambda pair: (pair[1], self.names and pair[0])):
+        end, before, often = 0, "", self.fields.get(WEIGHT)
+        weights = [1.0] * len(ids)
+        if often is not None and often.numel() == len(ids):
+            weights = often.flatten().tolist()
+        keys = zip(self.terms, weights, range(len(ids)), strict=True)
+        for (is_term, weight, *_), run in groupby(keys, lambda key: key if self.names else key[:2]):
             end += len(list(run))
             # Of the whole so far: what stands alone may be decoded without the space before it.
             whole = self.decode(ids[:end])
             text, before = whole[len(before) :], whole
             if is_term:
                 name = f"={self._class(labels[end - 1])}" if self.names else ""
-                text = f"[[{text}{name}]]"
+                text = f"[[{text}{name}]]" + f"*{weight:g}" * (weight != 1)
             yield text
 
     def learned(self) -> str | None:
@@ -62,7 +65,10 @@ class ShownSample:
         if labels.dim() > 1 and not labels.is_floating_point() and INPUT_IDS in self.fields:
             target = [value for value in values if value != IGNORED]
             return f"[[{self.decode(target)}]]"
-        return f"[[{', '.join(map(self._class, values))}]]"
+        shown = [*map(self._class, values)]
+        if labels.is_floating_point() and len(self.names or ()) == len(values):
+            shown = [*map(" ".join, zip(self.names or (), shown, strict=True))]
+        return f"[[{', '.join(shown)}]]"
 
     def _span(self) -> str | None:
         """Give the tokens of the answer to a question about a context."""

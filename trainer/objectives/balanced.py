@@ -17,7 +17,8 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields, output_part
 from trainer.objectives.base import ModelCall, Sums, at_least_single, logits_of, without_labels
 from trainer.objectives.coupled import CoupledObjective
-from trainer.objectives.next_token import shifted_labels
+from trainer.objectives.next_token import shifted_labels, shifted_weight
+from trainer.objectives.weighting import count_of, weighted
 
 CORRECTION = "e_score_correction_bias"
 """Of routers that take a sigmoid of their scores and correct it, as DeepSeek-V3 and GLM-4 do."""
@@ -40,8 +41,8 @@ class BalancedNextToken(CoupledObjective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens that have a next one, and all of them."""
-        num_targets = torch.count_nonzero(shifted_labels(fields) != IGNORED)
-        return {"cross_entropy": float(num_targets), "balance": float(_real(fields).sum())}
+        count = count_of(shifted_labels(fields), shifted_weight(fields))
+        return {"cross_entropy": count, "balance": float(_real(fields).sum())}
 
     def rows(self, model: ModelCall, fields: Fields) -> Mapping[str, Tensor]:
         """Sum over the tokens of each sample.
@@ -74,7 +75,7 @@ class BalancedNextToken(CoupledObjective):
             taken.append((counts * real).sum(1))
             probability.append((routed * real).sum(1))
         return {
-            "cross_entropy": entropy.sum(1),
+            "cross_entropy": weighted(entropy, shifted_weight(fields)).sum(1),
             "tokens": real.sum((1, 2)).to(logits.dtype),
             "taken": torch.stack(taken).mean(0),
             "probability": torch.stack(probability).mean(0),

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Self, final
+from typing import Any, NoReturn, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,8 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields, output_part
 from trainer.core.rows import Described
 from trainer.core.stateful import STEP_KEYS
-from trainer.data.collate import LABELS
-from trainer.data.samples import without_marks
+from trainer.data.collate import LABELS, WEIGHT
+from trainer.data.samples import LabelKind, without_marks
 from trainer.objectives.by_source import Recorded, figure_of, marks_by_source, source_sums
 from trainer.objectives.text_output import TextOutput
 
@@ -60,10 +60,6 @@ class Sums:
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     # The one loss at each label, without a graph, where it costs nothing to tell; 0 where none is
     terms: Tensor | None = None
-
-
-LabelKind = Literal["classes", "numbers", "flags"]
-"""What labels are: a class for each row of the logits; a number, or 0 or 1, for each logit."""
 
 
 class Objective(Described, ABC):
@@ -318,8 +314,8 @@ def _refuse(method: str, value: object, remedy: str) -> NoReturn:
 
 
 def without_labels(fields: Fields) -> Fields:
-    """Leave out labels, of which a model that could would compute a loss of its own."""
-    return {name: value for name, value in fields.items() if name != "labels"}
+    """Leave out labels, of which a model could compute a loss of its own, and their weights."""
+    return {name: value for name, value in fields.items() if name not in {LABELS, WEIGHT}}
 
 
 def logits_from(model: ModelCall, fields: Fields) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config.components import Share, Weights, Whole
+from trainer.config.components import ClassWeights, Share, Whole
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
 from trainer.data.collate import ATTENTION_MASK, LABELS
@@ -25,6 +25,7 @@ from trainer.objectives.base import (
 )
 from trainer.objectives.metrics import statistics_of
 from trainer.objectives.text_output import TextOutput
+from trainer.objectives.weighting import count_of, weight_of, weighted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +41,25 @@ class Classify(Objective):
     sums_samples = True
 
     class_axis: Whole = 1  # where the classes are in the logits: 1, or -1 for a class per token
-    class_weights: Weights | None = None  # one number per class; None weighs all alike
+    # One number per class, or by name; None weighs all the same
+    class_weights: ClassWeights | None = None
     label_smoothing: Share = 0.0  # share of the target spread over the classes, in [0, 1)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Sum the class weights of the labels for the loss, and count them for the accuracy."""
         labels = labels_of(fields)
-        valid = labels[labels != IGNORED].long()
-        count = float(valid.numel())
+        often, valid = weight_of(fields, labels), labels[labels != IGNORED].long()
+        count = count_of(labels, often)
         if self.class_weights is None:
             return {"cross_entropy": count, "accuracy": count}
-        weights = torch.tensor(self.class_weights, dtype=torch.float64)
-        if count and not 0 <= int(valid.min()) <= int(valid.max()) < len(weights):
+        weights = torch.tensor([*self.class_weights], dtype=torch.float64)
+        if len(valid) and not 0 <= int(valid.min()) <= int(valid.max()) < len(weights):
             raise ConfigError(
                 f"objective.class_weights: {len(weights)} weights, and labels from "
                 f"{int(valid.min())} to {int(valid.max())}"
             )
-        return {"cross_entropy": float(weights[valid].sum()), "accuracy": count}
+        of_class = weights[labels.long().clamp(min=0)]
+        return {"cross_entropy": count_of(labels, weighted(of_class, often)), "accuracy": count}
 
     def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
         """Give the class of each sample, or those at its labels that are loss terms."""
@@ -109,23 +112,25 @@ class Classify(Objective):
                 raise ConfigError(f"objective.class_weights: {text}")
             # A copy that does not wait for the device.
             weight = torch.tensor(given, dtype=logits.dtype).to(logits.device, non_blocking=True)
+        often = weight_of(fields, labels)
         cross_entropy = F.cross_entropy(
             logits,
             labels,
             weight=weight,
             ignore_index=IGNORED,
-            reduction="sum",
+            reduction="sum" if often is None else "none",
             label_smoothing=self.label_smoothing,
         )
         metrics = {}
         # Of one label per sample it costs nothing; of one per token or pixel a step does without.
         if labels.ndim == 1 or not torch.is_grad_enabled():
-            metrics["accuracy"] = (logits.argmax(1) == labels).sum()
+            metrics["accuracy"] = weighted(logits.argmax(1) == labels, often).sum()
         logits = logits.movedim(1, -1).flatten(0, -2)
+        flat = None if often is None else often.flatten()
         return Sums(
-            losses={"cross_entropy": cross_entropy},
+            losses={"cross_entropy": weighted(cross_entropy, often).sum()},
             metrics=metrics,
-            statistics=statistics_of(self, logits, labels.flatten()),
+            statistics=statistics_of(self, logits, labels.flatten(), flat),
         )
 
 

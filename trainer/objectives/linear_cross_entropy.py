@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from trainer.core import gpu
 from trainer.core.micro_batch import IGNORED
 from trainer.models.compilation import compiled
+from trainer.objectives.weighting import weighted
 
 CHUNK_BYTES = {"cpu": 2**25, "gpu": 2**29}
 """Logits of a chunk in fp32: on a CPU about its cache; on a GPU so many that a weight gradient
@@ -47,6 +48,7 @@ class _Task(NamedTuple):
     smoothing: float
     backend: str | None  # of the compiler
     terms: Tensor | None  # what the loss of each position is written into
+    weight: Tensor | None  # how often each position counts
 
 
 def linear_cross_entropy(
@@ -54,25 +56,26 @@ def linear_cross_entropy(
     layer: tuple[Tensor, Tensor | None],
     targets: Tensor,
     *,
+    target_weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     backend: str | None = None,
-    observe: Callable[[Tensor, Tensor], None] | None = None,
+    observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None,
     terms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of `hidden @ weight.T + bias` in nats, 0-d, in fp32 at least.
 
     `hidden` is `(positions, width)`, in the dtype of the products; `layer` is the weight,
-    `(classes, width)`, and the bias; `targets` are `(positions,)`, int64, of which -100 is no term.
-    What is not a matrix product is compiled by `backend`, where there is one. The loss of each
-    position is written into `terms`. Where no gradient is recorded `observe` gets the logits,
-    `(rows, classes)`, and targets of each chunk, and the second sum is how often the best class is
-    right.
+    `(classes, width)`, and the bias; `targets` are `(positions,)`, int64, of which -100 is no term,
+    and each counts as often as `target_weight` says, `(positions,)`. What is no matrix product is
+    compiled by `backend`, where there is one. The loss of each position is written into `terms`.
+    Where no gradient is recorded `observe` gets the logits, `(rows, classes)`, targets and their
+    weights of each chunk, and the second sum is how often the best class is right.
     """
     kind, classes = gpu.kind_of(hidden.device), len(layer[0])
     inputs = (hidden, *layer, targets)
     # 4 bytes for each: the softmax is computed in fp32.
     rows = max(1, CHUNK_BYTES[kind] // (4 * classes))
-    task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend, terms)
+    task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend, terms, target_weight)
     if not torch.is_grad_enabled():
         return _compute(task, inputs, observe=observe)[0]
     sums: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(task, *inputs)  # type: ignore[no-untyped-call] # untyped in torch
@@ -107,7 +110,7 @@ def _compute(
     task: _Task,
     inputs: Inputs,
     needs: Sequence[bool] = (),
-    observe: Callable[[Tensor, Tensor], None] | None = None,
+    observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None,
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None] | None]:
     """Walk over the chunks; with `needs`, also give the gradients of the inputs that need one."""
     hidden, weight, bias, targets = inputs
@@ -123,20 +126,25 @@ def _compute(
                 torch.zeros_like(x, dtype=dtype) if needed and x is not None else None
                 for x, dtype, needed in kinds
             ]
-        total, hits = (torch.zeros((), dtype=t, device=hidden.device) for t in (wide, torch.int64))
+        counted = torch.int64 if task.weight is None else torch.float64
+        total, hits = (torch.zeros((), dtype=t, device=hidden.device) for t in (wide, counted))
         starts = range(0, len(hidden), task.rows)
         for start in starts[:PEAK_CHUNKS] if only_peak.get() else starts:
             piece = slice(start, start + task.rows)
             rows, labels = hidden[piece], targets[piece]
+            often = None if task.weight is None else task.weight[piece]
             logits = F.linear(rows, matrix, added)
             # What only pads the number of classes has no probability.
             logits[:, task.classes :] = -torch.inf
             if not needs:
                 # Training shows no accuracy, for which all logits would be read once more.
-                hits += (logits.argmax(-1) == labels).sum()
+                hits += weighted(logits.argmax(-1) == labels, often).sum()
             if observe is not None:
-                observe(logits[:, : task.classes], labels)
+                observe(logits[:, : task.classes], labels, often)
             losses = _entropy(task, logits, labels, wide, overwrites=grads is not None)
+            if often is not None:
+                losses *= often
+                logits *= often[:, None]
             total += losses.sum()
             if task.terms is not None:
                 task.terms[piece] = losses

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED
-from trainer.objectives.base import LabelKind, Objective
+from trainer.data.samples import LabelKind
+from trainer.objectives.base import Objective
+from trainer.objectives.weighting import weighted
 
-SumOf = Callable[[Tensor, Tensor], Tensor]
-"""Logits and labels, of labels that count alone, to what is summed."""
+SumOf = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Logits and labels, of labels that count alone, and how often each does, to what is summed."""
 
 AUROC = "auroc"
 BINS = 2**17
@@ -41,53 +43,58 @@ class Metric:
     figure: Callable[[Tensor], float]
 
 
-def _hits(logits: Tensor, labels: Tensor, k: int = 1) -> Tensor:
+def _hits(logits: Tensor, labels: Tensor, weight: Tensor | None, k: int = 1) -> Tensor:
     best = logits.topk(min(k, logits.shape[-1])).indices
     right = (best == labels[:, None]).any(-1)
-    return torch.stack([right.sum(), right.new_ones(len(right)).sum()])
+    every = right.new_ones(len(right))
+    return torch.stack([weighted(right, weight).sum(), weighted(every, weight).sum()])
 
 
-def _flag_hits(logits: Tensor, labels: Tensor) -> Tensor:
+def _flag_hits(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
     valid = labels != IGNORED
     right = (logits > 0) == (labels > 0)
-    return torch.stack([(right & valid).sum(), valid.sum()])
+    return torch.stack([weighted(right & valid, weight).sum(), weighted(valid, weight).sum()])
 
 
-def _class_counts(logits: Tensor, labels: Tensor) -> Tensor:
+def _class_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
     """Count for each class how often it was right, predicted, true: `(3, classes)`."""
     best, count = logits.argmax(-1), partial(torch.bincount, minlength=logits.shape[-1])
-    return torch.stack([count(labels[best == labels]), count(best), count(labels)])
+    is_right = best == labels
+    of_right = None if weight is None else weight[is_right]
+    right = count(labels[is_right], weights=of_right)
+    return torch.stack([right, count(best, weights=weight), count(labels, weights=weight)])
 
 
-def _flag_counts(logits: Tensor, labels: Tensor) -> Tensor:
+def _flag_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
     """Count the same for labels of which several may apply, and the labels: `(4, flags)`."""
     valid = labels != IGNORED
     found, true = (logits > 0) & valid, (labels > 0) & valid
-    return torch.stack([(found & true).sum(0), found.sum(0), true.sum(0), valid.sum(0)])
+    return torch.stack([weighted(x, weight).sum(0) for x in (found & true, found, true, valid)])
 
 
-def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    entropy = F.cross_entropy(logits.double(), labels, reduction="sum")
-    return torch.stack([entropy, torch.ones_like(labels).sum()])
+def _entropy(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
+    entropy = F.cross_entropy(logits.double(), labels, reduction="none")
+    every = weighted(torch.ones_like(labels), weight)
+    return torch.stack([weighted(entropy, weight).sum(), every.sum()])
 
 
-def _score_counts(logits: Tensor, labels: Tensor) -> Tensor:
+def _score_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
     """Count the scores of either class in bins, `(2, BINS)`: the second logit over the first."""
     check_classes([AUROC], logits.shape[-1])
     # `bincount` takes no NaN: it counts as a score of 0, and infinity as the largest number.
     scores = (logits[:, 1] - logits[:, 0]).double().nan_to_num()
     places = torch.asinh(_STEEP * scores).clamp(-_WIDEST, _WIDEST) / _WIDEST
     bins = ((places + 1) / 2 * (BINS - 1)).round().long() + BINS * labels
-    return torch.bincount(bins, minlength=2 * BINS).view(2, BINS)
+    return torch.bincount(bins, weights=weight, minlength=2 * BINS).view(2, BINS)
 
 
-def _moments(logits: Tensor, labels: Tensor) -> Tensor:
+def _moments(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
     """Sum what regression needs for each number: `(8, numbers)`."""
     # In fp64: differences of large sums, as of squares and a mean, lose half of the digits.
     valid = (labels != IGNORED).double()
     p, y = logits.double() * valid, labels.double() * valid
     sums = [valid, (p - y).square(), (p - y).abs(), y, p, y.square(), p.square(), y * p]
-    return torch.stack(sums).sum(1)
+    return weighted(torch.stack(sums), weight).sum(1)
 
 
 def _ratio(sums: Tensor) -> float:
@@ -106,8 +113,9 @@ def _f1(counts: Tensor, average: str = "") -> float:
     if not average and len(right) == 2:  # noqa: PLR2004
         right, found, true = right[1:], found[1:], true[1:]
     # 2 P R / (P + R), in counts: precision is right / found, recall is right / true.
-    each = 2 * right / (found + true).clamp(min=1)
-    counted = each[(labelled[0] if labelled else found + true) > 0]
+    both = found + true
+    each = 2 * right / both.where(both > 0, 1)
+    counted = each[(labelled[0] if labelled else both) > 0]
     return float(counted.mean()) if len(counted) else 0.0
 
 
@@ -182,11 +190,13 @@ def check_classes(names: Sequence[str], classes: int) -> None:
         raise ConfigError(f"objective.metrics=[{AUROC}]: {text}")
 
 
-def statistics_of(objective: Objective, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def statistics_of(
+    objective: Objective, logits: Tensor, labels: Tensor, weight: Tensor | None = None
+) -> dict[str, Tensor]:
     """Sum what the metrics of an objective with a `label_kind` need; nothing while training.
 
     `logits` are `(positions, classes)`, or as the labels; `labels` `(positions,)`, -100 where there
-    is none, or `(positions, numbers)`.
+    is none, or `(positions, numbers)`; `weight`, in their shape, says how often each counts.
     """
     if torch.is_grad_enabled():
         return {}
@@ -195,10 +205,12 @@ def statistics_of(objective: Objective, logits: Tensor, labels: Tensor) -> dict[
         found["labels"] = (labels != IGNORED).sum()
     if objective.named_metrics and kind == "classes":
         # A boolean index waits for the device, so it is taken once for all metrics.
-        logits, labels = logits[labels != IGNORED], labels[labels != IGNORED]
+        valid = labels != IGNORED
+        logits, labels = logits[valid], labels[valid]
+        weight = None if weight is None else weight[valid].double()
     for name in objective.named_metrics:
         assert kind is not None
-        found[f"{name} of {kind}"] = _metric(name).sums[kind](logits, labels)
+        found[f"{name} of {kind}"] = _metric(name).sums[kind](logits, labels, weight)
     return {name: total.detach() for name, total in found.items()}
 
 

@@ -30,6 +30,7 @@ from trainer.objectives.base import (
 from trainer.objectives.linear_cross_entropy import linear_cross_entropy
 from trainer.objectives.metrics import add_statistics, statistics_of
 from trainer.objectives.text_output import TextOutput, continued
+from trainer.objectives.weighting import count_of, weight_of, weighted
 
 LEAST_BYTES = 2**23
 """Logits of a micro-batch in fp32 from which on they are computed in chunks: with fewer a CPU is as
@@ -61,28 +62,37 @@ class TokenEntropy(Objective):
     def targets(self, fields: Fields) -> Tensor:
         """Give the token at each position of the logits, `(batch, time)` int64; -100 for none."""
 
+    def weight(self, fields: Fields) -> Tensor | None:
+        """Give how often each target counts, in their shape; None where each does once."""
+        if self.predicts_next:
+            return shifted_weight(fields)
+        return weight_of(fields, sequences_of(fields))
+
     def inputs(self, model: ModelCall, fields: Fields) -> Fields:
         """Give what the model is called with: all but labels, of which it would compute a loss."""
         return without_labels(fields)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the targets, under every name."""
-        count = float(torch.count_nonzero(self.targets(fields) != IGNORED))
+        count = count_of(self.targets(fields), self.weight(fields))
         weights = {"cross_entropy": count, "accuracy": count}
         return {**weights, "z_loss": count} if self.z_loss else weights
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over `(batch, time)`, in float32 at least."""
-        targets, fields = self.targets(fields), self.inputs(model, fields)
+        targets, weight = self.targets(fields), self.weight(fields)
+        fields = self.inputs(model, fields)
         # `isinstance` of a protocol would take 20 us.
         if (layer := getattr(model, "output_layer", None)) is not None:
             if (is_large := in_chunks.get()) is None:
                 is_large = 4 * targets.numel() * len(layer.weight) >= LEAST_BYTES
             if is_large and not self.z_loss:
-                return self._in_chunks(cast("ModelRun", model), fields, targets)
-        return self._from_logits(logits_of(model(fields)), targets)
+                return self._in_chunks(cast("ModelRun", model), fields, targets, weight)
+        return self._from_logits(logits_of(model(fields)), targets, weight)
 
-    def _in_chunks(self, model: ModelRun, fields: Fields, targets: Tensor) -> Sums:
+    def _in_chunks(
+        self, model: ModelRun, fields: Fields, targets: Tensor, weight: Tensor | None
+    ) -> Sums:
         """Sum from what goes into the output layer, without the logits of all positions."""
         layer, hidden = model.output_layer, logits_of(model.without_output_layer(fields))
         _check_shapes(hidden, targets)
@@ -94,6 +104,7 @@ class TokenEntropy(Objective):
             # In shards the layer is whole only once the model ran.
             (layer.weight, layer.bias),
             targets.flatten(),
+            target_weight=None if weight is None else weight.flatten(),
             label_smoothing=self.label_smoothing,
             backend=model.compiled_by,
             terms=terms.view(-1),
@@ -103,25 +114,28 @@ class TokenEntropy(Objective):
         losses = {"cross_entropy": entropy}
         return Sums(losses=losses, metrics=metrics, statistics=statistics, terms=terms)
 
-    def _from_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+    def _from_logits(self, logits: Tensor, targets: Tensor, weight: Tensor | None) -> Sums:
         """Sum the same from logits, `(batch, time, vocab)`, and what is read off them alone."""
         _check_shapes(logits, targets)
         logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
+        if weight is not None:
+            weight = weight.flatten()
         cross_entropy = F.cross_entropy(
             logits,
             targets,
             ignore_index=IGNORED,
-            reduction="sum",
+            reduction="sum" if weight is None else "none",
             label_smoothing=self.label_smoothing,
         )
-        losses = {"cross_entropy": cross_entropy}
+        losses = {"cross_entropy": weighted(cross_entropy, weight).sum()}
         if self.z_loss:
             partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)
-            losses["z_loss"] = self.z_loss * partition.square().sum()
+            losses["z_loss"] = self.z_loss * weighted(partition.square(), weight).sum()
         if torch.is_grad_enabled():
             return Sums(losses=losses)
-        metrics = {"accuracy": (logits.argmax(-1) == targets).sum()}
-        return Sums(losses=losses, metrics=metrics, statistics=statistics_of(self, logits, targets))
+        metrics = {"accuracy": weighted(logits.argmax(-1) == targets, weight).sum()}
+        statistics = statistics_of(self, logits, targets, weight)
+        return Sums(losses=losses, metrics=metrics, statistics=statistics)
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:
@@ -182,6 +196,12 @@ def shifted_labels(fields: Fields) -> Tensor:
         ends = fields["cu_seqlens"][1:].long() - 1
         targets.index_fill_(1, ends, IGNORED)
     return targets
+
+
+def shifted_weight(fields: Fields) -> Tensor | None:
+    """Move how often each label counts to where `shifted_labels` moves the label."""
+    weight = weight_of(fields, sequences_of(fields))
+    return None if weight is None else torch.constant_pad_nd(weight[:, 1:], (0, 1))
 
 
 def sequences_of(fields: Fields) -> Tensor:

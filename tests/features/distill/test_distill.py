@@ -31,16 +31,17 @@ class Net(nn.Module):
 
 def batch(length: int, seed: int, *, is_sequence: bool) -> dict[str, torch.Tensor]:
     ids = torch.randint(7, (3, length), generator=torch.Generator().manual_seed(seed))
+    weight = torch.tensor([1.0, 0.5, 3.0])
     if not is_sequence:
-        return {"input_ids": ids, "labels": ids[:, 0]}
+        return {"input_ids": ids, "labels": ids[:, 0], "weight": weight}
     labels = ids.clone()
     labels[0, : length // 2] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids, "labels": labels, "weight": weight}
 
 
 def by_hand(student, teacher, micro_batches, *, is_sequence, soft=TEMPERATURE):
-    """Add up the loss of each label in a loop, by PyTorch alone, and divide once by their count."""
-    loss, count = torch.zeros((), dtype=torch.float64), 0
+    """Add up the loss of each label in a loop, by PyTorch alone, and divide once by all weights."""
+    loss, count = torch.zeros((), dtype=torch.float64), 0.0
     for fields in micro_batches:
         own, other = student(fields["input_ids"]), teacher(fields["input_ids"]).detach()
         for i, labels in enumerate(fields["labels"]):
@@ -53,7 +54,9 @@ def by_hand(student, teacher, micro_batches, *, is_sequence, soft=TEMPERATURE):
                 p, q = (its / soft).softmax(0), (mine / soft).softmax(0)
                 kl = (p * (p.log() - q.log())).sum()
                 cross_entropy = -mine.softmax(0)[label].log()
-                loss, count = loss + ALPHA * soft**2 * kl + (1 - ALPHA) * cross_entropy, count + 1
+                weight = fields["weight"][i]
+                loss = loss + weight * (ALPHA * soft**2 * kl + (1 - ALPHA) * cross_entropy)
+                count += weight
     return loss / count
 
 

@@ -41,7 +41,8 @@ def shown(data: Any) -> str:
     [
         ("embedding", {**PAIR, "similarity": 0.1}, "similarity"),
         ("embedding", {**PAIR, "labels": 0}, "labels"),
-        ("causal_lm", {**CHAT, "weight": 0.5}, "weight"),
+        ("embedding", {**PAIR, "weight": 0.5}, "weight"),
+        ("causal_lm", {"prompt": "a", "chosen": "b", "rejected": "c", "weight": 2}, "weight"),
         ("causal_lm", {"prompt": "a", "completion": "b", "label": False}, "label"),
         ("causal_lm", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
         ("seq2seq_lm", {"source": "a", "target": "b", "sample_weight": 2}, "sample_weight"),
@@ -112,7 +113,8 @@ def test_an_answer_of_weight_0_is_given_and_no_loss_term(tmp_path, template, fla
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([USER, {**FIRST, "weight": 0.5}], "assistant, has the weight 0.5; write 0 or 1"),
+        ([USER, {**FIRST, "weight": -0.5}], "assistant, has the weight -0.5; write a number of 0"),
+        ([USER, {**FIRST, "train": 0.5}], "assistant, has the train 0.5; write 0 or 1"),
         ([{**USER, "train": True}, FIRST], "user, has the train True, and answers of the assis"),
     ],
 )

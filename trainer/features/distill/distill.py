@@ -29,6 +29,7 @@ from trainer.objectives.base import (
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken
 from trainer.objectives.text_output import TextOutput
+from trainer.objectives.weighting import weight_of, weighted
 
 
 @final
@@ -95,20 +96,21 @@ class Distill(Objective):
             )
         sums = by_labels.sums(lambda _: logits, fields)
         if isinstance(by_labels, NextToken):
-            axis, targets = -1, by_labels.targets(fields)
+            axis, targets, weight = -1, by_labels.targets(fields), by_labels.weight(fields)
         else:
             axis, targets = by_labels.class_axis, labels_of(fields)
-        losses = {"distillation": self.alpha * self._divergence(logits, soft, axis, targets)}
+            weight = weight_of(fields, targets)
+        terms = self._divergences(logits, soft, axis).masked_fill(targets == IGNORED, 0.0)
+        losses = {"distillation": self.alpha * weighted(terms, weight).sum()}
         if self.alpha < 1:
             losses["cross_entropy"] = (1 - self.alpha) * sums.losses["cross_entropy"]
         return replace(sums, losses=losses, terms=None)
 
-    def _divergence(self, logits: Tensor, soft: Tensor, axis: int, targets: Tensor) -> Tensor:
-        """Sum `T^2 * KL` over the targets, which are -100 where none is."""
+    def _divergences(self, logits: Tensor, soft: Tensor, axis: int) -> Tensor:
+        """Give `T^2 * KL` of each label."""
         q = (at_least_single(logits) / self.temperature).log_softmax(axis)
         p = (at_least_single(soft) / self.temperature).log_softmax(axis)
-        terms = F.kl_div(q, p, reduction="none", log_target=True).sum(axis)
-        return self.temperature**2 * terms.masked_fill(targets == IGNORED, 0.0).sum()
+        return self.temperature**2 * F.kl_div(q, p, reduction="none", log_target=True).sum(axis)
 
     def _of_labels(self, fields: Fields) -> NextToken | Classify:
         """Give the objective of the labels alone, by what is typed or by their shape."""

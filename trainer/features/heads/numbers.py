@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
+from trainer.data.samples import LabelKind
 from trainer.objectives.base import (
-    LabelKind,
     ModelCall,
     Objective,
     Sums,
@@ -22,6 +22,7 @@ from trainer.objectives.base import (
 )
 from trainer.objectives.metrics import statistics_of
 from trainer.objectives.text_output import TextOutput
+from trainer.objectives.weighting import count_of, weight_of, weighted
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "squared_error": F.mse_loss,
@@ -48,7 +49,8 @@ class Numbers(Objective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels."""
-        return {self.loss: float((_labels(fields) != IGNORED).sum())}
+        labels = _labels(fields)
+        return {self.loss: count_of(labels, weight_of(fields, labels))}
 
     def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
         """Give the numbers; under binary cross entropy the probabilities of the labels."""
@@ -85,12 +87,12 @@ class Numbers(Objective):
                 f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
                 f"{tuple(labels.shape)}: one number for each is needed (model.num_classes)"
             )
-        labels = labels.to(logits.dtype)
+        weight, labels = weight_of(fields, labels), labels.to(logits.dtype)
         # One by one, since a label of -100 is no term and is taken out of the sum.
         terms = _LOSSES[self.loss](logits, labels, reduction="none")
         return Sums(
-            losses={self.loss: terms.masked_fill(labels == IGNORED, 0.0).sum()},
-            statistics=statistics_of(self, logits, labels),
+            losses={self.loss: weighted(terms, weight).masked_fill(labels == IGNORED, 0.0).sum()},
+            statistics=statistics_of(self, logits, labels, weight),
         )
 
 

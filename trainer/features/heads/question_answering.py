@@ -12,9 +12,11 @@ from torch import Tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields, output_part
+from trainer.data.collate import WEIGHT
 from trainer.data.samples import CHARACTERS
 from trainer.objectives.base import ModelCall, Objective, Sums, at_least_single
 from trainer.objectives.text_output import TextOutput
+from trainer.objectives.weighting import count_of, weight_of, weighted
 
 ENDS = ("start", "end")
 
@@ -35,9 +37,10 @@ class QuestionAnswering(Objective):
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the positions."""
         first, last = _targets(fields)
-        start, end = first != IGNORED, last != IGNORED
-        both = {"exact_match": float((start & end).sum())}
-        return {"start": float(start.sum()), "end": float(end.sum()), **both}
+        weight = weight_of(fields, first)
+        both = count_of(first.where(last != IGNORED, IGNORED), weight)
+        ends = {"start": count_of(first, weight), "end": count_of(last, weight)}
+        return {**ends, "exact_match": both}
 
     def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
         """Give the first and the last token of each answer."""
@@ -84,12 +87,14 @@ class QuestionAnswering(Objective):
             ConfigError: the model gives no `start_logits` and `end_logits`, `(batch, time)`.
         """
         targets, losses, hits = _targets(fields), {}, []
+        weight = weight_of(fields, targets[0])
         for end, logits, target in zip(ENDS, _end_logits(model, fields), targets, strict=True):
-            entropy = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+            entropy = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
             # Each is divided by its own count of positions: the loss is the mean of both means.
-            losses[end] = entropy / len(ENDS)
+            losses[end] = weighted(entropy, weight).sum() / len(ENDS)
             hits.append(logits.argmax(-1) == target)
-        return Sums(losses=losses, metrics={"exact_match": (hits[0] & hits[1]).sum()})
+        right = weighted(hits[0] & hits[1], weight).sum()
+        return Sums(losses=losses, metrics={"exact_match": right})
 
 
 def _end_logits(model: ModelCall, fields: Fields) -> list[Tensor]:
@@ -97,7 +102,7 @@ def _end_logits(model: ModelCall, fields: Fields) -> list[Tensor]:
     inputs, shape = dict(fields), tuple(fields["input_ids"].shape)
     for name in fields:
         # With positions heads would compute a loss of their own.
-        if name.endswith("_positions") or name in CHARACTERS:
+        if name.endswith("_positions") or name in {*CHARACTERS, WEIGHT}:
             inputs.pop(name)
     output, found = model(inputs), list[Tensor]()
     for end in ENDS:

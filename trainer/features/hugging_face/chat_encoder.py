@@ -11,9 +11,15 @@ import numpy as np
 
 from trainer.config.components import Overlong
 from trainer.core.micro_batch import IGNORED
-from trainer.data.chat import Chat, TokensAndMask, encode_samples
-from trainer.data.collate import LABELS
-from trainer.data.conversation import ASSISTANT, READ_KEYS, Message, normalize_messages
+from trainer.data.chat import Chat, TokenCounts, encode_samples
+from trainer.data.collate import LABELS, WEIGHT
+from trainer.data.conversation import (
+    ASSISTANT,
+    MESSAGE_WEIGHT,
+    READ_KEYS,
+    Message,
+    normalize_messages,
+)
 from trainer.data.prompts import encode_prompt
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
@@ -47,9 +53,9 @@ def unread_by_template(
     template = str(options.get("chat_template") or getattr(tokenizer, "chat_template", None))
     found = dict[str, str]()
     if "tools" in form.columns:
-        found["tools"] = form.columns["tools"]
+        found["tools"] = str(form.columns["tools"])
     roles = ("messages", "prompt", "completion", "chosen", "rejected")
-    columns = [form.columns.get(role, "") for role in roles]
+    columns = [str(form.columns.get(role, "")) for role in roles]
     for record, column in product(records, columns):
         for key in _keys_of_messages(record, column):
             found[key] = f"{column}.{key}"
@@ -73,6 +79,17 @@ def _keys_of_messages(record: Any, column: str) -> Iterator[str]:  # noqa: ANN40
         for message in messages:
             if isinstance(message, Mapping):
                 yield from (key for key in message if key not in READ_KEYS)
+
+
+def weighs_messages(form: Format, records: Iterable[Any]) -> bool:
+    """Whether the messages of any record have a weight that is neither 0 nor 1."""
+    columns = [str(form.columns.get(role, "")) for role in ("messages", "completion")]
+    for record, column in product(records, columns):
+        messages = record.get(column) if isinstance(record, Mapping) else None
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, Mapping) and message.get(MESSAGE_WEIGHT) not in {None, 0, 1}:
+                return True
+    return False
 
 
 def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collection[str]:
@@ -121,10 +138,10 @@ def answer_fields(
 
 
 def _fitted(
-    encoder: encode.RecordEncoder, encoded: TokensAndMask, truncation: str
+    encoder: encode.RecordEncoder, encoded: TokenCounts, truncation: str
 ) -> encode.RecordFields:
     """Shorten a sample that is too long, or drop it."""
-    ids, counts = np.array(encoded[0]), np.array(encoded[1])
+    ids, counts = np.array(encoded[0]), np.array(encoded[1], dtype=np.float32)
     if len(ids) > encoder.max_length:
         if encoder.overlong == "drop":
             raise encode.DroppedError(encode.LONGER)
@@ -135,7 +152,8 @@ def _fitted(
     # The first token is never predicted
     if not counts[1:].any():
         raise encode.DroppedError("without a loss term")
-    return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED)}
+    fields = {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED)}
+    return {**fields, WEIGHT: counts} if encoder.weighs else fields
 
 
 def prompt_fields(

@@ -19,16 +19,24 @@ from trainer.core.format import plural
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.chat import LearnedAnswers
-from trainer.data.collate import LABELS
-from trainer.data.documents import FieldSamples, TextSamples, TwoSides, samples_of
+from trainer.data.collate import LABELS, WEIGHT
+from trainer.data.documents import REAL, FieldSamples, TextSamples, TwoSides, samples_of
 from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord, Sample
 from trainer.data.split import HOLDOUT, TRAIN, held_out_mask
 from trainer.features.hugging_face.all_records import all_records
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
+from trainer.features.hugging_face.choose_encoder import EncodeOptions
+from trainer.features.hugging_face.class_counts import (
+    COUNTED,
+    classes_row,
+    count_classes,
+    stored_numbers,
+)
 from trainer.features.hugging_face.encode import ends_of, pad_token_of
+from trainer.features.hugging_face.filter import values_by_column
+from trainer.features.hugging_face.formats import columns_in
 from trainer.features.hugging_face.records import find_records
 from trainer.features.hugging_face.token_cache import (
-    EncodeOptions,
     cached_records,
     vocabulary_digest,
 )
@@ -90,6 +98,7 @@ class HuggingFaceData(TwoSides):
         subset: components.NameInPath | None = None,
         part: components.NameInPath | None = None,
         columns: components.ColumnNames | None = None,
+        filter: components.NamedValues | None = None,
         max_length: components.Pair | None = None,
         overlong: components.Overlong | None = None,
         truncation: Literal["right", "left"] = "right",
@@ -100,16 +109,17 @@ class HuggingFaceData(TwoSides):
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
         chat_template: components.ExistingPath | None = None,
-        chat_template_kwargs: components.TemplateVariables | None = None,
+        chat_template_kwargs: components.NamedValues | None = None,
         on_bad: Literal["stop", "skip"] = "stop",
         learns: bool = True,
         trained_format: Mapping[str, Any] | None = None,
+        objective: str | None = None,
     ) -> None:
         # Set, it also spares processes that are forked later a warning of the library.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Where nothing is stated `model_max_length` is 10^30.
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
-        self._max_length = max_length or min(filter(None, limits))
+        self._max_length = max_length or min(each for each in limits if each)
         self._tokenizer = tokenizer
         if answers != "all" and not assistant_only_loss:
             raise ConfigError(
@@ -129,6 +139,9 @@ class HuggingFaceData(TwoSides):
         options = EncodeOptions(
             task=task or "causal_lm",
             columns=dict(columns or {}),
+            of_numbers=objective == "regression",
+            # What is predicted may be without the column.
+            filter_by=values_by_column(filter or {}) if learns else {},
             model_labels=tuple(model_labels or ()),
             label_names=names,
             max_samples=max_samples,
@@ -167,6 +180,9 @@ class HuggingFaceData(TwoSides):
         # Samples of several rows, as of choices, are padded to the longest row of all.
         if any(isinstance(kind, int) for kind in known.get("kinds", {}).values()):
             collate = partial(_stacked, pad_token)
+        counts = None
+        if known.get("label_kind") in COUNTED:
+            counts = partial(count_classes, self._index, self.original_ids)
         return replace(
             super().facts(),
             collate=collate,
@@ -174,7 +190,9 @@ class HuggingFaceData(TwoSides):
             num_classes=known.get("num_classes"),
             pad_token_id=pad_token,
             max_length=self._max_length,
+            label_kind=known.get("label_kind"),
             label_names=known.get("label_names"),
+            class_counts=counts,
             decode_answer=self.decode_answer,
             name_of=self.name_of,
             record_format={
@@ -195,7 +213,9 @@ class HuggingFaceData(TwoSides):
         if self._max_length <= len(ends) * ends.of_samples:
             text = "no more than special tokens; set a larger one"
             raise ConfigError(f"data.max_length={self._max_length}: {text}")
-        return TextSamples(self._index, ends, self._max_length, facts["overlong"])
+        # A weight stands before the ids, behind the counts of both.
+        head = 3 if WEIGHT in facts["kinds"] else 1
+        return TextSamples(self._index, ends, self._max_length, facts["overlong"], head=head)
 
     def _held_out(self, holdout: float, seed: int) -> Any:  # noqa: ANN401 - an array of bool
         """Mark the documents that are held out, and say by what rule."""
@@ -218,7 +238,7 @@ class HuggingFaceData(TwoSides):
         tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
         data_format: str | None = None,
         chat_template: components.ExistingPath | None = None,
-        chat_template_kwargs: components.TemplateVariables | None = None,
+        chat_template_kwargs: components.NamedValues | None = None,
     ) -> DataFacts:
         """Say how a text becomes tokens, and tokens a text without special ones; reads no record.
 
@@ -260,6 +280,15 @@ class HuggingFaceData(TwoSides):
                 left -= count
         return f"sample {i}"
 
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        """Give the fields of a sample; of a text each token has the weight of its record."""
+        fields = super().__getitem__(i)
+        if isinstance(self._samples, TextSamples) and WEIGHT in self._index.facts["kinds"]:
+            document = int(self._samples.documents[self.original_ids[i]])
+            weight = stored_numbers(self._index, document)[2:3].view(REAL)
+            fields[WEIGHT] = torch.full(fields[INPUT_IDS].shape, float(weight[0]))
+        return fields
+
     def describe(self, _: RunFacts) -> Sequence[Row]:
         """Say what the records were recognised as, and what became of the others."""
         known = self._index.facts
@@ -271,9 +300,9 @@ class HuggingFaceData(TwoSides):
         columns = list[str]()
         for role, column in known["columns"].items():
             if column == role:
-                columns.append(column)
+                columns.append(role)
             else:
-                columns.append(f"{role}: {column}")
+                columns.append(f"{role}: {' and '.join(columns_in(column))}")
         kind = form
         if not self._learns:
             kind = _ASKED[form]
@@ -285,10 +314,12 @@ class HuggingFaceData(TwoSides):
         text = join_parts(
             f"{kind} ({', '.join(columns)})",
             known.get("pairs"),
+            known["kept"] and "{:,} of {:,} records by data.filter".format(*known["kept"]),
             count and f"{count:,} left out",
             divided
             and f"{plural(divided, 'conversation')} became {answers:,} samples, one for "
             "each answer",
+            known.get("are_whole") and "real numbers, as 5.0 is (5 would be a class)",
             cut and f"{cut:,} of data.max_length={self._max_length} tokens, the rest is not read",
             self._learns and unread and f"{plural(len(unread), 'column')} not read",
         )
@@ -298,11 +329,14 @@ class HuggingFaceData(TwoSides):
             others and f"other parts: {', '.join(others)}",
             unread and f"not read: {', '.join(unread)}",
         )
-        return [
+        rows = [
             row("", text, group="asked", **about),
             row("", more, num_dropped=dropped, unread_columns=unread, divided=known["divided"]),
             *self._source.listing.describe(),
         ]
+        if known.get("label_kind") in COUNTED:
+            rows.append(classes_row(self._index, self.original_ids))
+        return rows
 
 
 def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:

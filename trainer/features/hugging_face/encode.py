@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
 from trainer.core.user_code import quiet
+from trainer.data.collate import WEIGHT
 from trainer.data.documents import Ends, SampleKind, kinds_of, packed_fields
 from trainer.data.lines import FAULT_COLUMN, json_object
 from trainer.data.loader import begin_loading, ignore_signals
@@ -39,6 +41,10 @@ OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
     "chat_template_kwargs": ({}, "is for conversations, by a chat template"),
 }
 """Options that not all records have a use for: the default of each, and what it is for."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+WHOLE = re.compile(r"\s*[-+]?\d+\s*", re.ASCII)
+_NUMBER = re.compile(r"\s*[-+]?(?!0\d)(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", re.ASCII)
 
 RoleValues = Mapping[str, Any]  # values by role
 RecordFields = Mapping[str, Any]
@@ -80,6 +86,7 @@ class RecordEncoder:
     fields_of: FieldsOf
     # A role; records that are equal in it are copies. None are those of the same ids
     group_by: str | None = None
+    weighs: bool = False  # whether samples say how often they count
 
     def encode(
         self, record: Mapping[str, Any] | ValueError
@@ -90,6 +97,7 @@ class RecordEncoder:
         try:
             values = self.format.take(record)
             fields = self.fields_of(self, values)
+            often = weight_in(values.get(WEIGHT))
         except (TrainError, MemoryError):
             raise
         except ValueError as error:
@@ -105,6 +113,10 @@ class RecordEncoder:
             if isinstance(each, DroppedError):
                 found.append(each)
                 continue
+            if self.weighs:
+                # First, where documents that are divided look for it
+                each = {WEIGHT: 1.0, **each}  # noqa: PLW2901
+                each[WEIGHT] = np.float32(often) * np.asarray(each[WEIGHT], dtype=np.float32)
             # All samples of a record stay on one side of a split, with those of its copies.
             shared = np.asarray(each[INPUT_IDS], dtype=np.int64).tobytes()
             if self.group_by is not None:
@@ -199,6 +211,25 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(value, list | tuple):
         return [*map(_without_none, value)]
     return value
+
+
+def weight_in(value: Any) -> float:  # noqa: ANN401 - any JSON
+    """Read how often a record counts: once, where it does not say it."""
+    weight = 1.0 if value is None else value
+    if isinstance(weight, str):
+        weight = number_in(weight)
+    if not isinstance(weight, int | float) or not 0 <= weight <= _LARGEST:
+        raise ValueError(f"its weight is {value!r}; write a number of 0 or more")
+    return float(weight)
+
+
+def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
+    """Read a cell of CSV as a whole or real number; what is none, such as `007`, stays text."""
+    if _NUMBER.fullmatch(cell) is None:
+        return cell
+    if WHOLE.fullmatch(cell):
+        return int(cell)
+    return float(cell)
 
 
 def text_of(record: RoleValues, role: str) -> str:

@@ -7,14 +7,17 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 from trainer.config.components import Task
 from trainer.config.messages import did_you_mean_name, near_names
 from trainer.core.errors import ConfigError, DataError
+from trainer.data.collate import WEIGHT
 from trainer.features.hugging_face.task import TASKS, WORDS
 
 _FORMATS: Mapping[str, Mapping[str, Any]] = WORDS["formats"]
+Column = str | Sequence[str] | None
 _WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight")
 
 
@@ -24,24 +27,37 @@ class Format:
     """What the records of a data set hold."""
 
     name: str
-    columns: Mapping[str, str]  # by role
+    columns: Mapping[str, str | Sequence[str]]  # by role; of labels several, maybe
     unread: Sequence[str] = ()  # the other columns
 
     def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Give the values of a record by role; a ValueError where a column is missing."""
         for role, column in self.columns.items():
             may_lack = role in _optional(self.name) or _is_repeated(self.name, role)
-            if column not in record and not may_lack:
-                has = ", ".join(map(repr, record)) or "none"
-                raise ValueError(f"no column {column!r}; it has {has}")
-        return {role: record.get(column) for role, column in self.columns.items()}
+            for each in columns_in(column):
+                if each not in record and not may_lack:
+                    has = ", ".join(map(repr, record)) or "none"
+                    raise ValueError(f"no column {each!r}; it has {has}")
+        return {role: column_value(record, column) for role, column in self.columns.items()}
+
+
+def columns_in(column: str | Sequence[str]) -> Sequence[str]:
+    """Give the names of a column, or of several."""
+    return [column] if isinstance(column, str) else column
+
+
+def column_value(record: Mapping[str, Any], column: str | Sequence[str]) -> Any:  # noqa: ANN401
+    """Give what a record has in a column, or a list of what it has in several."""
+    if isinstance(column, str):
+        return record.get(column)
+    return [*map(record.get, column)]
 
 
 def recognise(
     place: str,
     columns: Collection[str],
     task: Task,
-    typed: Mapping[str, str | None] | None = None,
+    typed: Mapping[str, Column] | None = None,
     *,
     learns: bool = True,
 ) -> Format:
@@ -62,7 +78,7 @@ def recognise(
         # format that is typed says that this is not the one.
         needed = usual.keys() - _optional(name).keys()
         if needed and found.keys() >= needed | named.keys():
-            _refuse_unread(place, name, {*readable} - {*found.values()}, learns=learns)
+            _refuse_unread(place, name, _unread(readable, found), learns=learns)
             return Format(name, found, _unread(columns, found))
     wanted = _wanted(formats)
     if not wanted:
@@ -78,17 +94,17 @@ def _roles_in(
     readable: Collection[str],
     name: str,
     usual: Mapping[str, str],
-    named: Mapping[str, str],
+    named: Mapping[str, str | Sequence[str]],
     *,
     learns: bool,
-) -> dict[str, str]:
+) -> dict[str, str | Sequence[str]]:
     """Give the columns that are there by role."""
-    found, optional = dict[str, str](), _optional(name)
+    found, optional = dict[str, str | Sequence[str]](), _optional(name)
     for role, usual_column in usual.items():
         column = named.get(role, usual_column)
         # What is typed as another role, as `score: label`, is no role beside that.
         is_other = role in optional and role not in named and column in named.values()
-        if column in readable and not is_other:
+        if {*columns_in(column)} <= {*readable} and not is_other:
             found[role] = column
     for column in readable if learns else ():
         if _is_repeated(name, column) and column not in named.values():
@@ -110,14 +126,14 @@ def as_trained(
     place: str,
     columns: Collection[str],
     trained: Mapping[str, Any],
-    typed: Mapping[str, str | None],
+    typed: Mapping[str, Column],
 ) -> Format:
     """Find in other records the columns that a run read, but for those of what it learned.
 
     `trained` has the `name` of the run's format and its `columns`; those that are `typed` by role
     stand in their place.
     """
-    name, found = str(trained["name"]), dict[str, str]()
+    name, found = str(trained["name"]), dict[str, str | Sequence[str]]()
     learned, words = _learned(name, trained["columns"]), _FORMATS.get(name, {})
     optional = {*_optional(name), *words.get("asked_beside", ()), *words.get("spared", ())}
     roles = dict.fromkeys((*trained["columns"], *optional))
@@ -126,7 +142,7 @@ def as_trained(
     for role in roles:
         usual = trained["columns"].get(role)
         column = typed.get(role) or usual
-        if column in columns:
+        if column is not None and {*columns_in(column)} <= {*columns}:
             found[role] = column
         elif typed.get(role) not in {None, usual}:
             raise ConfigError(
@@ -143,15 +159,16 @@ def as_trained(
         if column is not None and role not in {*roles, *learned}:
             text = f"no such role; the run read {', '.join(roles)}"
             raise ConfigError(f"data.columns={{{role}: {column}}}: {text}")
-    _refuse_unread(place, name, {*columns} - {*found.values(), *typed}, learns=False)
-    return Format(name, found, _unread(columns, found))
+    unread = _unread(columns, found)
+    _refuse_unread(place, name, {*unread} - {*typed}, learns=False)
+    return Format(name, found, unread)
 
 
 def _without_learned(
-    typed: Mapping[str, str | None], columns: Collection[str], task: Task
-) -> dict[str, str | None]:
+    typed: Mapping[str, Column], columns: Collection[str], task: Task
+) -> dict[str, Column]:
     """Leave out what a run typed of columns that need not be there any more."""
-    found, learned = dict[str, str | None](), list[str]()
+    found, learned = dict[str, Column](), list[str]()
     for name in TASKS[task].formats:
         learned += _learned(name)
     for key, column in typed.items():
@@ -161,11 +178,13 @@ def _without_learned(
 
 
 def _example(
-    wanted: Sequence[Sequence[str]], columns: Collection[str], named: Mapping[str, str]
-) -> dict[str, str]:
+    wanted: Sequence[Sequence[str]],
+    columns: Collection[str],
+    named: Mapping[str, str | Sequence[str]],
+) -> dict[str, str | Sequence[str]]:
     """Give a mapping of the fewest roles to columns, a text among them where there may be one."""
     roles = min(wanted, key=lambda needed: ("text" not in needed, len(needed)))
-    left, found = [each for each in columns if each not in named.values()], {**named}
+    left, found = _unread(columns, named), {**named}
     for role in roles:
         if role in named:
             continue
@@ -176,23 +195,25 @@ def _example(
     return found
 
 
-def _as_typed(roles: Mapping[str, str]) -> str:
+def _as_typed(roles: Mapping[str, str | Sequence[str]]) -> str:
     """Write columns by role as they are typed in a shell."""
     pairs = list[str]()
     for role, column in roles.items():
-        name = column
-        # Within braces Hydra takes words alone without quotes.
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", column):
-            name = json.dumps(column, ensure_ascii=False)
+        words = list[str]()
+        for each in columns_in(column):
+            # Within braces Hydra takes words alone without quotes.
+            is_word = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", each)
+            words.append(each if is_word else json.dumps(each, ensure_ascii=False))
+        name = words[0] if isinstance(column, str) else f"[{', '.join(words)}]"
         pairs.append(f"{role}: {name}")
     return shlex.quote(f"data.columns={{{', '.join(pairs)}}}")
 
 
 def _typed_roles(
-    typed: Mapping[str, str | None], columns: Collection[str]
-) -> tuple[Collection[str], Mapping[str, str]]:
+    typed: Mapping[str, Column], columns: Collection[str]
+) -> tuple[Collection[str], Mapping[str, str | Sequence[str]]]:
     """Part what was typed: gives the columns that are not left out, and columns by role."""
-    readable, named = [*columns], dict[str, str]()
+    readable, named = [*columns], dict[str, str | Sequence[str]]()
     for key, value in typed.items():
         if value is not None:
             named[key] = value
@@ -203,9 +224,10 @@ def _typed_roles(
     return readable, named
 
 
-def _unread(columns: Collection[str], found: Mapping[str, str]) -> list[str]:
+def _unread(columns: Collection[str], found: Mapping[str, str | Sequence[str]]) -> list[str]:
     """List the columns that no role is read from."""
-    return [column for column in columns if column not in found.values()]
+    read = {*chain.from_iterable(map(columns_in, found.values()))}
+    return [column for column in columns if column not in read]
 
 
 def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bool) -> None:
@@ -215,9 +237,12 @@ def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bo
         decisive += [*_FORMATS[name].get("decisive", ()), *_WEIGHTS]
     for column in decisive:
         if column in unread:
+            reads_it = ""
+            if column in _WEIGHTS and WEIGHT in _optional(name):
+                reads_it = f"; for how often each counts, type {_as_typed({WEIGHT: column})}"
             raise DataError(
                 f"{place}: column {column!r} changes what a record means, and is not read "
-                f"from records of {name}; to train without it, type "
+                f"from records of {name}{reads_it}; to train without it, type "
                 f"'data.columns={{{column}:null}}'"
             )
 
@@ -255,7 +280,7 @@ def _usual(task: Task, *, learns: bool) -> Iterator[tuple[str, Mapping[str, str]
 
 
 def _check_typed(
-    typed: Mapping[str, str],
+    typed: Mapping[str, str | Sequence[str]],
     columns: Collection[str],
     task: Task,
     formats: Sequence[tuple[str, Mapping[str, str]]],
@@ -264,13 +289,17 @@ def _check_typed(
     for _, usual in formats:
         roles |= dict.fromkeys(usual)
     for role, column in typed.items():
-        text = f"data.columns={{{role}: {column}}}"
+        names = columns_in(column)
+        text = f"data.columns={{{role}: {column if isinstance(column, str) else [*column]}}}"
         if role not in roles:
             near = did_you_mean_name(role, roles)
             known = f" For {task} there are {', '.join(roles)}"
             raise ConfigError(f"{text}: no such role.{near}{known}")
-        if column not in columns:
-            raise ConfigError(f"{text}: {_no_column(column, columns)}")
+        if not isinstance(column, str) and (role != "label" or "label" not in dict(formats)):
+            raise ConfigError(f"{text}: {role} is read from one column; name one")
+        for name in names:
+            if name not in columns:
+                raise ConfigError(f"{text}: {_no_column(name, columns)}")
 
 
 def _no_column(name: str, columns: Collection[str]) -> str:

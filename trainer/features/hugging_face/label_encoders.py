@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
-
-import numpy as np
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from trainer.core.micro_batch import IGNORED
 from trainer.data.collate import ATTENTION_MASK, LABELS
@@ -17,143 +13,26 @@ from trainer.features.hugging_face.encode import (
     RecordEncoder,
     RecordFields,
     RoleValues,
+    number_in,
     pad_token_of,
     text_of,
 )
+from trainer.features.hugging_face.formats import column_value
+from trainer.features.hugging_face.labels import Labels
 
 TYPE_IDS = "token_type_ids"
-_WHOLE = re.compile(r"\s*[-+]?\d+\s*", re.ASCII)
-_NUMBER = re.compile(r"\s*[-+]?(?!0\d)(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", re.ASCII)
 
 
-@final
-@dataclass(frozen=True)
-class Labels:
-    """The labels of a data set."""
-
-    # Of the classes, where labels are words
-    names: tuple[str, ...] | None = None
-    # None where they are real numbers
-    num_classes: int | None = None
-    # Of classes by what stands for one
-    numbers: Mapping[object, int] = field(default_factory=dict)
-
-    def number(self, value: Any) -> int | float:  # noqa: ANN401 - any JSON
-        """Give the number of a label; a ValueError where it is none, or no class."""
-        if self.names is None and isinstance(value, str):
-            value = number_in(value)
-        if isinstance(value, Hashable) and value in self.numbers:
-            return self.numbers[value]
-        if self.num_classes is None and value == IGNORED:
-            raise ValueError(f"the label {value!r} means none here; scale the labels")
-        if self.num_classes is None and isinstance(value, int | float) and np.isfinite(value):
-            return float(value)
-        is_class = self.names is None and isinstance(value, int) and self.num_classes is not None
-        if is_class and 0 <= value < self.num_classes:
-            return int(value)
-        classes = "a number from 0"
-        if self.names:
-            classes = f"one of {', '.join(self.names)}"
-        if isinstance(value, list):
-            raise ValueError(
-                f"the label {value!r} is a list: a record has one label here; of several, as for "
-                "objective=multi_label, a data set of your own gives the tensor `labels`"
-            )
-        raise ValueError(f"the label {value!r} is not {classes}")
-
-
-def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
-    """Read a cell of CSV as a whole or real number; what is none, such as `007`, stays text."""
-    if _NUMBER.fullmatch(cell) is None:
-        return cell
-    if _WHOLE.fullmatch(cell):
-        return int(cell)
-    return float(cell)
-
-
-def labels_in(cells: Iterable[object], names: Collection[str]) -> Iterator[object]:
-    """Give the labels that cells of CSV stand for: numbers where all are, and none if empty.
-
-    They stay words where all of them are `names` of classes that are known.
-    """
-    found = {*map(str, filter(None, cells))}
-    numbers = {*map(number_in, found)}
-    if found <= {*names} or any(isinstance(number, str) for number in numbers):
-        return iter(found)
-    return iter(numbers)
-
-
-def find_labels(
-    values: Iterable[object],
-    stated: Sequence[str] | None = None,
-    model: Sequence[str] = (),
-    fixed: Sequence[str] | None = None,
-) -> Labels:
-    """Find the classes of all labels: words in their order, or numbers from 0.
-
-    Names of numbers are `stated` by some data. Those of the model's head count where they are all
-    of the data's; `fixed` ones in any case, and none at all where labels are to be numbers.
-    """
-    found = {*values}
-    distinct = found - {None}
-    kinds = {*map(type, distinct)}
-    if kinds == {str} and fixed is not None and not fixed:
-        raise ValueError("labels are words here, but numbers in the data that are trained on")
-    if stated is not None or kinds == {str}:
-        words = [*map(str, stated or sorted(map(str, distinct)))]
-        return _named_labels(words, stated or (), model, fixed)
-    if kinds <= {int, bool}:
-        most = max(map(int, distinct), default=0)  # type: ignore[arg-type] # see `kinds`
-        return Labels(None, max(1 + most, len(model)))
-    # A column of whole numbers with a gap is read as one of real numbers.
-    whole = dict[object, int]()
-    if kinds == {float} and None in found:
-        for value in distinct:
-            if isinstance(value, float) and value.is_integer() and value >= 0:
-                whole[value] = int(value)
-    if whole and len(whole) == len(distinct):
-        return Labels(None, max(1 + max(whole.values()), len(model)), whole)
-    if kinds <= {int, float}:
-        return Labels()
-    raise ValueError(f"labels are of the types {', '.join(sorted(k.__name__ for k in kinds))}")
-
-
-def _named_labels(
-    words: Sequence[str], stated: Sequence[str], model: Sequence[str], fixed: Sequence[str] | None
-) -> Labels:
-    """Number classes that are words; see `find_labels`."""
-    given = fixed or model
-    # Heads often spell their classes otherwise, such as POSITIVE.
-    place = {name.casefold(): number for number, name in enumerate(given)}
-    folded = {*map(str.casefold, words)}
-    # Two words of the data that differ in case alone are two classes, and no spelling of one.
-    is_respelt = folded <= place.keys() and len(folded) == len({*words})
-    is_known = {*words} <= {*given} or is_respelt
-    names = given if fixed or is_known else words
-    numbers = dict[object, int]()
-    if is_known:
-        for word in words:
-            numbers[word] = place[word.casefold()]
-    # Later ones count: of names that differ in case alone `place` has the last.
-    numbers |= {word: number for number, word in enumerate(names)}
-    for i, word in enumerate(stated):
-        if word in numbers:
-            numbers[i] = numbers[word]
-    return Labels(tuple(names), len(names), numbers)
-
-
-def read_labels(records: Iterator[Mapping[str, Any] | ValueError], column: str) -> Iterator[object]:
-    """Give the labels of all records, one by one also where a record has a list of them."""
+def read_labels(
+    records: Iterator[Mapping[str, Any] | ValueError], column: str | Sequence[str]
+) -> Iterator[Any]:
+    """Give the label of each record, or a list of several."""
     for record in records:
         if isinstance(record, ValueError):
             # A bad record is named where it is encoded.
             yield None
-            continue
-        value = record.get(column)
-        if isinstance(value, list):
-            yield from value
         else:
-            yield value
+            yield column_value(record, column)
 
 
 def label_fields(
@@ -163,9 +42,9 @@ def label_fields(
     texts = [text_of(record, "text")]
     if "text_pair" in record:
         texts.append(text_of(record, "text_pair"))
-    label = dict[str, int | float]()
+    label = dict[str, Any]()
     if labels is not None:
-        label[LABELS] = labels.number(record["label"])
+        label[LABELS] = labels.value(record["label"])
     found = encoder.tokenize(*texts)
     fields: dict[str, Any] = {INPUT_IDS: found[INPUT_IDS]}
     # Of a single text they are all 0, as a model that gets none takes them.

@@ -16,6 +16,7 @@ from trainer.config import components
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.user_code import quiet
+from trainer.data.samples import LabelKind
 from trainer.features.hugging_face.added_tokens import begin_rows
 from trainer.features.hugging_face.classes import facts_of_loading, with_config_settings
 from trainer.features.hugging_face.lazy_loading import load_unread
@@ -30,6 +31,9 @@ from trainer.features.hugging_face.model_folder import (
 from trainer.features.hugging_face.task import TASKS, task_of, task_of_class
 from trainer.models.facts import ModelFacts
 
+_PROBLEMS = {"flags": "multi_label_classification", "numbers": "regression"}
+"""What a config calls labels that are no classes."""
+
 
 def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     path: components.ExistingPath | None = None,
@@ -40,6 +44,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     num_classes: components.Count | None = None,
     ignore_mismatched_sizes: bool = False,
     label_names: Sequence[str] | None = None,
+    label_kind: LabelKind | None = None,
     pad_token_id: int | None = None,
     pooling: components.Pooling | None = None,
     new_token_ids: Sequence[int] | None = None,
@@ -71,7 +76,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
         options["attn_implementation"] = attn_implementation
     try:
         found = _read_config(settings, source)
-        made_for = _prepare(found, f"{key}={source}", task, num_classes, label_names)
+        made_for = _prepare(found, f"{key}={source}", task, num_classes, label_names, label_kind)
         kind, facts = getattr(transformers, TASKS[made_for].auto_class), ModelFacts()
         with quiet():
             if path is None:
@@ -179,6 +184,7 @@ def _prepare(
     task: components.Task | None,
     num_classes: int | None,
     label_names: Sequence[str] | None,
+    label_kind: LabelKind | None,
 ) -> components.Task:
     """Find what a config's model is made for, and set the labels of its head."""
     names = found.architectures or ()
@@ -205,6 +211,8 @@ def _prepare(
         )
     if num_classes is not None and TASKS[made_for].has_classes:
         found.num_labels = num_classes
+    if made_for == "sequence_classification" and label_kind in _PROBLEMS:
+        found.problem_type = _PROBLEMS[label_kind]
     if label_names and len(label_names) == found.num_labels:
         found.id2label = dict(enumerate(label_names))
         found.label2id = {name: number for number, name in enumerate(label_names)}

@@ -17,10 +17,11 @@ from trainer.features.hugging_face.encode import (
     RecordEncoder,
     RecordFields,
     RoleValues,
+    number_in,
     pad_token_of,
     text_of,
 )
-from trainer.features.hugging_face.label_encoders import TYPE_IDS, number_in, padded_rows
+from trainer.features.hugging_face.label_encoders import TYPE_IDS, padded_rows
 from trainer.features.hugging_face.task import WORDS
 
 _ID_ROLES = ("id", "anchor_id", "positive_id")

@@ -14,7 +14,7 @@ from trainer.data.collate import ATTENTION_MASK, LABELS
 from trainer.data.conversation import Message, normalize_messages
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
-from trainer.features.hugging_face.label_encoders import number_in, padded_rows
+from trainer.features.hugging_face.label_encoders import padded_rows
 
 SAME = "whose chosen and rejected are the same"
 Answer = str | list[Message]
@@ -102,7 +102,7 @@ def _read(value: Any) -> list[Message]:  # noqa: ANN401 - any JSON
 
 
 def _margin(value: Any) -> float:  # noqa: ANN401 - any JSON
-    number = number_in(value) if isinstance(value, str) else value
+    number = encode.number_in(value) if isinstance(value, str) else value
     if isinstance(number, int | float) and np.isfinite(number):
         return float(number)
     raise ValueError(f"its margin {value!r} is no number")

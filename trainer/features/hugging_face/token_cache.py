@@ -6,10 +6,8 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +15,22 @@ from typing import Any, final
 
 import numpy as np
 
-from trainer.config.components import Overlong, Task
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 from trainer.data import index
 from trainer.data.documents import SampleKind
 from trainer.data.files import progress
 from trainer.data.lines import FAULT_COLUMN, fault
 from trainer.data.samples import INPUT_IDS
-from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
+from trainer.features.hugging_face import chat_encoder, encode
+from trainer.features.hugging_face.choose_encoder import (
+    OVERLONG,
+    EncodeOptions,
+    fields_of,
+    records_of_parts,
+    weighs_samples,
+)
+from trainer.features.hugging_face.filter import selected_rows
 from trainer.features.hugging_face.formats import Format, as_trained, recognise
-from trainer.features.hugging_face.preference_encoder import preference_fields
 from trainer.features.hugging_face.records import RecordSource
 from trainer.plan.cut import IntArray
 
@@ -34,35 +38,6 @@ _LOOKED_AT = 100
 """Records of JSON whose names are looked at to recognise the format."""
 _PROBE = f"{string.printable} äßéñ 漢字 the of and"
 """A text whose ids tell tokenizers apart."""
-_OVERLONG: Mapping[str, Overlong] = {
-    **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
-    **{"preference": "drop", "comparison": "drop"},
-}
-"""What becomes of longer records where nobody says; of all others the head is kept."""
-_WITHOUT_CLASSES = {
-    "span": label_encoders.span_fields,
-    "source and target": label_encoders.target_fields,
-}
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class EncodeOptions:
-    """How records are encoded; see `HuggingFaceData`."""
-
-    task: Task
-    columns: Mapping[str, str | None]
-    model_labels: tuple[str, ...]
-    label_names: tuple[str, ...] | None
-    max_samples: int | None
-    max_length: int
-    overlong: Overlong | None
-    # By the names of `OF_ANSWERS`
-    of_answers: Mapping[str, Any]
-    # Whether labels are read; without them each record that is no sample is noted with its reason
-    learns: bool = True
-    # Name and columns of the format that a run read, for records without labels
-    trained_format: Mapping[str, Any] | None = None
 
 
 def cached_records(
@@ -90,22 +65,29 @@ def cached_records(
     def build(add: index.Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
+            selected, num_records = dict[str, Any](), sum(map(len, parts.values()))
+            if options.filter_by:
+                is_json, place = source.kind == "json", f"data.path={source.path}"
+                selected = selected_rows(place, parts, options.filter_by, is_json=is_json)
+                parts = {part: parts[part].select(own) for part, own in selected.items()}
             form = _recognised(source, parts, options)
-            first = islice(_records(source, parts), _LOOKED_AT)
+            first = islice(records_of_parts(source, parts), _LOOKED_AT)
             ignored = chat_encoder.unread_by_template(form, first, tokenizer, options.of_answers)
-            fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
+            encode_record, facts = fields_of(source, parts, form, tokenizer, options)
             rows = facts.pop("rows", None)
             encoder = encode.RecordEncoder(
                 format=form,
                 is_json=source.kind == "json",
                 tokenizer=tokenizer,
                 max_length=options.max_length,
-                overlong=options.overlong or _OVERLONG.get(form.name, "cut"),
-                fields_of=fields_of,
+                overlong=options.overlong or OVERLONG.get(form.name, "cut"),
+                fields_of=encode_record,
                 # Records that make samples of each other stay on one side.
                 group_by="anchor" if rows is not None else None,
+                weighs=weighs_samples(source, parts, form, options),
             )
             written = _Writer(source, encoder, add, skips=skips, notes=not options.learns)
+            written.rows = selected
             counts = dict[str, int]()
             for part, records in parts.items():
                 some = rows[part] if rows is not None else None
@@ -119,7 +101,8 @@ def cached_records(
             "dropped": dict(written.dropped),
             "divided": [written.num_divided, written.num_answers],
             "overlong": encoder.overlong,
-            "unread": [*form.unread, *ignored],
+            "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
+            "kept": [sum(map(len, selected.values())), num_records] if selected else None,
             "unused": _unused(options, encoder, form.name),
         }
         if not options.learns:
@@ -167,113 +150,6 @@ def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) ->
     return unused
 
 
-def _fields_of(
-    source: RecordSource,
-    parts: Mapping[str, Any],
-    form: Format,
-    tokenizer: Any,  # noqa: ANN401
-    options: EncodeOptions,
-) -> tuple[encode.FieldsOf, dict[str, Any]]:
-    """Choose what encodes a record; labels and choices are looked at first."""
-    if form.name == "text":
-        ends = encode.ends_of(tokenizer, is_causal=options.task == "causal_lm")
-        return partial(encode.text_fields, ends=ends), {}
-    if options.overlong == "chunk":
-        raise ConfigError(
-            f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
-            "divided; use drop or cut"
-        )
-    if form.name in _OVERLONG:
-        return _encodes_answers(form, options)
-    if form.name == "choices":
-        count = _num_choices(form, _records(source, parts))
-        return partial(label_encoders.choice_fields, num_choices=count), {}
-    if form.name == "pair":
-        classes = _stated(parts, form.columns.get("label")) or ()
-        read = partial(_by_role, source, parts, form)
-        pairs = pair_encoder.look_at_pairs(f"data.path={source.path}", form.columns, classes, read)
-        return pairs, {"pairs": pairs.text, "rows": pairs.rows}
-    if form.name not in {"label", "tags"}:
-        return _WITHOUT_CLASSES[form.name], {}
-    encode_record: Any = label_encoders.label_fields
-    if form.name == "tags":
-        space = label_encoders.space_before_words(tokenizer)
-        encode_record = partial(label_encoders.tag_fields, space=space)
-    if not options.learns:
-        return partial(encode_record, labels=None), {}
-    labels = _labels(source, parts, form.columns[form.name], options)
-    facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
-    return partial(encode_record, labels=labels), facts
-
-
-def _encodes_answers(
-    form: Format, options: EncodeOptions
-) -> tuple[encode.FieldsOf, dict[str, Any]]:
-    """Choose what encodes answers, pairs of them, or prompts alone."""
-    facts = dict[str, Any]()
-    fields_of: Callable[..., Any] = chat_encoder.answer_fields
-    if form.name == "comparison":
-        fields_of, facts = partial(preference_fields, scores=True), {"num_classes": 1}
-    elif not options.learns:
-        fields_of = chat_encoder.prompt_fields
-    elif form.name == "preference":
-        fields_of = preference_fields
-    return partial(fields_of, options=options.of_answers), facts
-
-
-def _labels(
-    source: RecordSource, parts: Mapping[str, Any], column: str, options: EncodeOptions
-) -> label_encoders.Labels:
-    """Find the classes of all labels in a column."""
-    try:
-        values = label_encoders.read_labels(_records(source, parts), column)
-        names = options.label_names or options.model_labels
-        # Cells of CSV are all text.
-        if source.kind == "csv":
-            values = label_encoders.labels_in(values, names)
-        stated = _stated(parts, column)
-        of_model, fixed = options.model_labels, options.label_names
-        return label_encoders.find_labels(values, stated, of_model, fixed)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
-
-
-def _stated(parts: Mapping[str, Any], column: str | None) -> Sequence[str] | None:
-    """Give the names of classes that the type of a column states, as `ClassLabel` does."""
-    feature = next(iter(parts.values())).features.get(column)
-    feature = getattr(feature, "feature", feature)  # of a list
-    names: Sequence[str] | None = getattr(feature, "names", None)
-    return names
-
-
-def _by_role(
-    source: RecordSource, parts: Mapping[str, Any], form: Format
-) -> Iterator[tuple[str, int, encode.RoleValues]]:
-    """Give all records by role with part and row; by no role those that are bad."""
-    for part, records in parts.items():
-        for row, record in enumerate(_records(source, {part: records})):
-            values: encode.RoleValues = {}
-            if not isinstance(record, ValueError):
-                with suppress(ValueError):
-                    values = form.take(record)
-            yield part, row, values
-
-
-def _num_choices(form: Format, records: Iterator[Any]) -> int:
-    """Count the choices of the first record that is sound; bad ones are named later."""
-    for record in records:
-        with suppress(Exception):
-            return len(label_encoders.choices_of(form.take(record))[1])
-    return 0
-
-
-def _records(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
-    """Give the records of all parts one after the other."""
-    for records in parts.values():
-        for batch in records.iter(1000):
-            yield from encode.records_of(batch, is_json=source.kind == "json")
-
-
 def _chosen(num_records: int, most: int | None, some: Sequence[int] | None) -> IntArray:
     """Choose at most so many records, of all or some, at even distances; gives their numbers."""
     rows = np.arange(num_records) if some is None else np.asarray(some, dtype=np.int64)
@@ -299,6 +175,8 @@ class _Writer:
         # Whether it notes each record that is no sample, and goes on
         self._notes, self.left_out = notes, dict[str, list[tuple[int, str]]]()
         self.bad, self.dropped = list[str](), Counter[str]()
+        # By part, which rows of the files the records are, where not all of them are read
+        self.rows: Mapping[str, Any] = {}
         self.kinds: Mapping[str, SampleKind] = {}
         # Records that became a sample for each answer, and how many samples these are
         self.num_divided = self.num_answers = 0
@@ -316,9 +194,13 @@ class _Writer:
 
         Of some rows alone, where others are read with them.
         """
-        rows = _chosen(len(records), most, some)
+        rows, places = (
+            _chosen(len(records), most, some),
+            self.rows.get(part, np.arange(len(records))),
+        )
         if len(rows) < len(records):
             records = records.select(rows)
+        rows = places[rows]
         runs = self.runs.setdefault(part, [])
         count, label = 0, f"tokenising {Path(self._source.path).name}"
         encoded = closing(self._encoder.run(records))

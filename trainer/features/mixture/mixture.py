@@ -18,6 +18,7 @@ from trainer.config.messages import did_you_mean_name, line
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, percent, plural, short
 from trainer.core.rows import Row, RunFacts, join_parts, row
+from trainer.data.collate import WEIGHT
 from trainer.data.joined import Counts, Joined, MixtureSource
 from trainer.data.samples import SOURCE, DataFacts, KeyArray, Sample, num_tokens
 from trainer.data.split import HELD_OUT, TRAIN
@@ -191,6 +192,12 @@ class MixturePart(Joined):
     ) -> None:
         super().__init__(views, counts, keeps_ids=counts is None)
         self._is_marked, self._schedule = is_marked, schedule
+        self._weight_dims: int | None = None
+        for view in views.values():
+            with view.isolated_rng():
+                weight = view.read(0, seed=0, epoch=0).get(WEIGHT) if len(view) else None
+            if weight is not None:
+                self._weight_dims = weight.dim()
         self._weights, self._left_out = [weights[name] for name in views], left_out or {}
 
     def facts(self) -> DataFacts:
@@ -207,11 +214,14 @@ class MixturePart(Joined):
 
     def __getitem__(self, i: int) -> Sample:
         """Give a sample as its source does."""
-        fields = dict(super().__getitem__(i))
+        fields, shape = dict(super().__getitem__(i)), tuple[int, ...]()
+        if (count := num_tokens(fields)) is not None:
+            shape = (count,)
+        # Beside those of a source that says it, a sample counts once.
+        if self._weight_dims is not None and WEIGHT not in fields:
+            fields[WEIGHT] = torch.ones(shape[: self._weight_dims], dtype=torch.float32)
         # A mark for each token, or one where a sample has none
         if self._is_marked:
-            count = num_tokens(fields)
-            shape = () if count is None else (count,)
             source = self._place(i)[0]
             for place, name in enumerate(self._names):
                 fields[f"{SOURCE}{name}"] = torch.full(shape, place == source)

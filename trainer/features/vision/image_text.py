@@ -17,7 +17,7 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, row
-from trainer.data.chat import TokensAndMask, encode_samples
+from trainer.data.chat import TokenCounts, encode_samples
 from trainer.data.conversation import ASSISTANT, normalize_messages
 from trainer.data.lines import fault, json_object, json_records_of, record_place
 from trainer.data.prompts import encode_prompt
@@ -122,7 +122,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
 
     def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor | None]:
         """Encode the text of a record, and say what is learned; a ValueError says what is bad."""
-        counts, is_term = list[bool](), None
+        counts, is_term = list[float](), None
         if "prompt" in text and not self._learns:
             (prompt,) = self._placed([text["prompt"]], at=0)
             ids = encode_prompt(self._tokenizer, prompt)
@@ -148,11 +148,13 @@ class ImageText(Dataset[dict[str, Tensor]]):
         least = len(ids) + (not self._learns)
         if least > max_length:
             raise ValueError(f"{len(ids)} tokens; type data.max_length={least}")
+        if {*counts} - {0, 1}:
+            raise ValueError("a message beside an image has a weight; write 0 or 1")
         if counts:
-            is_term = torch.tensor(counts)
+            is_term = torch.tensor(counts).bool()
         return torch.tensor(ids), is_term
 
-    def _one(self, prompt: Any, completion: Any) -> TokensAndMask:  # noqa: ANN401
+    def _one(self, prompt: Any, completion: Any) -> TokenCounts:  # noqa: ANN401
         """Encode a prompt and its completion as one sample, with one image."""
         found = encode_samples(self._tokenizer, prompt, completion)
         if len(found) > 1:

@@ -1,0 +1,188 @@
+"""Choose how records are encoded, by their format and by what all of them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, final
+
+from trainer.config.components import Overlong, Task
+from trainer.core.errors import ConfigError, DataError
+from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
+from trainer.features.hugging_face.formats import Column, Format, columns_in
+from trainer.features.hugging_face.labels import Labels, find_labels, find_several, labels_in
+from trainer.features.hugging_face.preference_encoder import preference_fields
+from trainer.features.hugging_face.records import RecordSource
+
+OVERLONG: Mapping[str, Overlong] = {
+    **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
+    **{"preference": "drop", "comparison": "drop"},
+}
+"""What becomes of longer records where nobody says; of all others the head is kept."""
+_WITHOUT_CLASSES = {
+    "span": label_encoders.span_fields,
+    "source and target": label_encoders.target_fields,
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """How records are encoded; see `HuggingFaceData`."""
+
+    task: Task
+    columns: Mapping[str, Column]
+    model_labels: tuple[str, ...]
+    label_names: tuple[str, ...] | None
+    max_samples: int | None
+    max_length: int
+    overlong: Overlong | None
+    # By the names of `OF_ANSWERS`
+    of_answers: Mapping[str, Any]
+    # Whether labels are read; without them each record that is no sample is noted with its reason
+    learns: bool = True
+    # Whether labels are numbers, whatever they look like
+    of_numbers: bool = False
+    # Values by column that records have which are kept
+    filter_by: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # Name and columns of the format that a run read, for records without labels
+    trained_format: Mapping[str, Any] | None = None
+
+
+def fields_of(
+    source: RecordSource,
+    parts: Mapping[str, Any],
+    form: Format,
+    tokenizer: Any,  # noqa: ANN401
+    options: EncodeOptions,
+) -> tuple[encode.FieldsOf, dict[str, Any]]:
+    """Choose what encodes a record; labels and choices are looked at first."""
+    if form.name == "text":
+        ends = encode.ends_of(tokenizer, is_causal=options.task == "causal_lm")
+        return partial(encode.text_fields, ends=ends), {}
+    if options.overlong == "chunk":
+        raise ConfigError(
+            f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
+            "divided; use drop or cut"
+        )
+    if form.name in OVERLONG:
+        return _encodes_answers(form, options)
+    if form.name == "choices":
+        count = _num_choices(form, records_of_parts(source, parts))
+        return partial(label_encoders.choice_fields, num_choices=count), {}
+    if form.name == "pair":
+        classes = _stated(parts, form.columns.get("label")) or ()
+        read = partial(_by_role, source, parts, form)
+        columns = {role: str(column) for role, column in form.columns.items()}
+        pairs = pair_encoder.look_at_pairs(f"data.path={source.path}", columns, classes, read)
+        return pairs, {"pairs": pairs.text, "rows": pairs.rows}
+    if form.name not in {"label", "tags"}:
+        return _WITHOUT_CLASSES[form.name], {}
+    encode_record: Any = label_encoders.label_fields
+    if form.name == "tags":
+        space = label_encoders.space_before_words(tokenizer)
+        encode_record = partial(label_encoders.tag_fields, space=space)
+    if not options.learns:
+        return partial(encode_record, labels=None), {}
+    of_words = form.name == "tags"
+    labels = _labels(source, parts, form.columns[form.name], options, of_words=of_words)
+    facts: dict[str, Any] = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
+    facts |= {"label_kind": labels.kind, "are_whole": labels.are_whole}
+    return partial(encode_record, labels=labels), facts
+
+
+def _encodes_answers(
+    form: Format, options: EncodeOptions
+) -> tuple[encode.FieldsOf, dict[str, Any]]:
+    """Choose what encodes answers, pairs of them, or prompts alone."""
+    facts = dict[str, Any]()
+    encode_record: Callable[..., Any] = chat_encoder.answer_fields
+    if form.name == "comparison":
+        encode_record, facts = partial(preference_fields, scores=True), {"num_classes": 1}
+    elif not options.learns:
+        encode_record = chat_encoder.prompt_fields
+    elif form.name == "preference":
+        encode_record = preference_fields
+    return partial(encode_record, options=options.of_answers), facts
+
+
+def weighs_samples(
+    source: RecordSource, parts: Mapping[str, Any], form: Format, options: EncodeOptions
+) -> bool:
+    """Whether records, or their messages, say how often they count."""
+    if not options.learns:
+        return False
+    has_messages = form.name in {"chat", "prompt and completion"} and source.kind != "csv"
+    records = records_of_parts(source, parts) if has_messages else iter(())
+    return "weight" in form.columns or chat_encoder.weighs_messages(form, records)
+
+
+def _labels(
+    source: RecordSource,
+    parts: Mapping[str, Any],
+    column: str | Sequence[str],
+    options: EncodeOptions,
+    *,
+    of_words: bool,
+) -> Labels:
+    """Find the classes of all labels in a column, or in several; `of_words` are lists of one."""
+    try:
+        values = label_encoders.read_labels(records_of_parts(source, parts), column)
+        is_list = isinstance(next((each for each in values if each is not None), None), list)
+        values = label_encoders.read_labels(records_of_parts(source, parts), column)
+        names = options.label_names or options.model_labels
+        # Cells of CSV are all text.
+        if source.kind == "csv" and not is_list:
+            values = labels_in(values, names)
+        how = (_stated(parts, column), options.model_labels, options.label_names)
+        if is_list and not of_words:
+            columns = () if isinstance(column, str) else tuple(column)
+            return find_several(values, *how, columns=columns)
+        if options.of_numbers:
+            return Labels()
+        if is_list:
+            rows: Iterator[Any] = values
+            values = chain.from_iterable(each or () for each in rows)
+        return find_labels(values, *how)
+    except (ValueError, TypeError) as error:
+        called = " and ".join(map(repr, columns_in(column)))
+        raise DataError(f"data.path={source.path}: column {called}: {error}") from error
+
+
+def _stated(parts: Mapping[str, Any], column: object) -> Sequence[str] | None:
+    """Give the names of classes that the type of a column states, as `ClassLabel` does."""
+    feature = next(iter(parts.values())).features.get(str(column))
+    feature = getattr(feature, "feature", feature)  # of a list
+    names: Sequence[str] | None = getattr(feature, "names", None)
+    return names
+
+
+def _by_role(
+    source: RecordSource, parts: Mapping[str, Any], form: Format
+) -> Iterator[tuple[str, int, encode.RoleValues]]:
+    """Give all records by role with part and row; by no role those that are bad."""
+    for part, records in parts.items():
+        for row, record in enumerate(records_of_parts(source, {part: records})):
+            values: encode.RoleValues = {}
+            if not isinstance(record, ValueError):
+                with suppress(ValueError):
+                    values = form.take(record)
+            yield part, row, values
+
+
+def _num_choices(form: Format, records: Iterator[Any]) -> int:
+    """Count the choices of the first record that is sound; bad ones are named later."""
+    for record in records:
+        with suppress(Exception):
+            return len(label_encoders.choices_of(form.take(record))[1])
+    return 0
+
+
+def records_of_parts(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
+    """Give the records of all parts one after the other."""
+    for records in parts.values():
+        for batch in records.iter(1000):
+            yield from encode.records_of(batch, is_json=source.kind == "json")
