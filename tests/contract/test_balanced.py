@@ -17,7 +17,7 @@ from trainer.accumulate.sum import Sum
 from trainer.accumulate.two_pass import TwoPass
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
-from trainer.objectives.balanced import BalancedNextToken
+from trainer.features.heads.balanced import BalancedNextToken
 from trainer.plan.cuts import Budget, Fixed
 
 EXACT, SINGLE, WRONG = 1e-12, 1e-6, 1e-3  # Mixtral normalises in fp32
