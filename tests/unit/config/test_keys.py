@@ -53,6 +53,7 @@ GIVEN = {
     "Budget": {"cap_after_failure"},
     "MaskedLM": {"tokenizer"},
     "HuggingFaceData": {
+        "objective",
         "tokenizer",
         "task",
         "max_positions",
