@@ -69,7 +69,7 @@ GIVEN = {
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad", "learns"},
     "TokenWindows": {"split"},
-    "hugging_face": {"label_names", "new_token_ids", "pad_token_id"},
+    "hugging_face": {"label_kind", "label_names", "new_token_ids", "pad_token_id"},
     "hugging_face_tokenizer": {"model"},
     "tokenizer_of_model": {"model"},
 }
