@@ -91,12 +91,12 @@ class RunReporter:
         self._metrics.consumed(0, (), bad_records=count, records=records)
 
     def step(
-        self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = (), **ledger: Ids
+        self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = (), **ledger: object
     ) -> None:
         """Take an optimizer step; on an accelerator it is shown when the next one comes.
 
         Numbers of the entry may be 0-d tensors. The update left out samples of `skipped_ids`; the
-        `ledger` gets further ids by name.
+        `ledger` is what else samples.jsonl has of the step, by name.
         """
         step = entry["step"]
         if "replays" in entry:

@@ -18,7 +18,7 @@ from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempte
 from trainer.core.format import named_means, plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
-from trainer.core.stateful import STEP_KEYS, State, Stateful
+from trainer.core.stateful import DRAWN, STEP_KEYS, State, Stateful
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray
 from trainer.report.metrics import Means
@@ -206,7 +206,9 @@ def _take_step(run: OpenRun) -> None:
     skipped: Sequence[int] = ()
     if report.skipped is not None:
         skipped = ids
-    ledger = {"passed": batch.passed_ids} if batch.passed_ids else {}
+    ledger = {name: count for name, count in record.items() if name.startswith(DRAWN)}
+    if batch.passed_ids:
+        ledger["passed"] = batch.passed_ids
     run.reporter.step(record, ids, skipped_ids=skipped, **ledger)
 
 
