@@ -1,21 +1,27 @@
 """What is wrong and what is slow on a GPU, found in one sitting of under eight minutes.
 
-    python benchmarks/gpu.py [--minutes 8] [--only windows,memory] [--json FILE]
+    python benchmarks/gpu.py [--minutes 8] [--only windows,memory] [--out FOLDER]
     python benchmarks/gpu.py --dry-run
 
-GPT-2's 124M parameters, random tokens, windows of 1,024 and ragged documents, 512 samples a step
-where trainers are compared and 128 where settings are. Every row is printed, and appended to the
-file as a line of JSON, when it is there; sections come in the order of their value, and a row that
-the time left would not hold is left out, with that as its reason. A setting that is refused, and
-whatever fails, is a row that says why. Tables come at the end. Nothing is downloaded.
+GPT-2's 124M parameters, random tokens, windows of 1,024 and ragged documents, 256 samples a step
+where trainers are compared and 128 where settings are. Every row is printed, and appended to
+`rows.jsonl` of the folder, when it is there; sections come in the order of their value, and a row
+that the time left would not hold is left out, with that as its reason. A setting that is refused,
+and whatever fails, is a row that says why. Tables come at the end. Nothing is downloaded.
 
     machine    versions; what products of matrices and copies reach at best
+    checks     `tests/gpu`, README's command, `train verify` in bf16, options one by one, each a
+               process whose output is a file of the folder; several at a time, so none is timed
     windows    tokens/s and MFU of `accum=auto`, compiled, beside a hand-written loop and Hugging
                Face's Trainer, taking turns
     documents  the same on ragged documents; Hugging Face's also balanced, and without padding
+    chats      `sft.py`: ours, TRL and Hugging Face's Trainer on conversations
     syncs      waits of the host for the device in a step, and where: one is the aim
+    graphs     graphs compiled by the end of every ragged step: they should cease to grow
+    kernels    what the GPU does in a step, the longest first
     long run   200 ragged steps, 12 GiB left on the GPU: the allocator's retries, replays
-    memory     bytes predicted, allocated and reserved, by cap, packing and recomputation
+    memory     bytes predicted, allocated and reserved, by cap, packing and recomputation, and
+               seconds of a step beside those predicted
     settings   each setting changed alone
     sweep      `accum=auto` beside every cap
 
@@ -120,7 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--json", type=Path, default=FOLDER / "gpu.jsonl")
+    parser.add_argument("--out", type=Path, default=FOLDER / "gpu")
     parser.add_argument("--dry-run", action="store_true", help="a toy, on a CPU")
     arguments = parser.parse_args()
     ends_at = time.monotonic() + 60 * arguments.minutes - RESERVE_S
@@ -129,14 +135,17 @@ def main() -> None:
     if not arguments.dry_run and not torch.cuda.is_available():
         parser.error("no GPU is here; --dry-run goes through all of it on a CPU")
     scale = TOY if arguments.dry_run else FULL
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prepare_process(scale, Path(folder))
         device = torch.cuda.get_device_name() if scale.is_gpu else "CPU, a dry run"
-        book = Book(arguments.json, device)
-        measure(Bench(scale=scale, folder=Path(folder), ends_at=ends_at), book, arguments.only)
+        book = Book(arguments.out / "rows.jsonl", device)
+        bench = Bench(
+            scale=scale, folder=Path(folder), logs=arguments.out.resolve(), ends_at=ends_at
+        )
+        measure(bench, book, arguments.only)
     book.show()
-    print(f"\nwritten to {arguments.json}")
+    print(f"\nwritten to {arguments.out}")
 
 
 if __name__ == "__main__":

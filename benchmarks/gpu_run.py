@@ -93,11 +93,11 @@ FULL = Scale(
     shape=GPT2,
     documents=8192,
     median=300.0,
-    global_batch=512,
+    global_batch=256,
     few=128,
     micro=32,
     cap=16_384,
-    caps=(2048, 4096, 8192, 16_384, 32_768, 65_536),
+    caps=(4096, 16_384, 65_536),
     turns=3,
     steps=3,
     warm_up=2,
@@ -228,11 +228,13 @@ class Bench:
 
     Attributes:
         folder: for data and runs, deleted in the end.
+        logs: for what stays.
         ends_at: when the time is up, by `time.monotonic`.
     """
 
     scale: Scale
     folder: Path
+    logs: Path
     ends_at: float
     _numbers: Any = field(default_factory=itertools.count)
 
@@ -312,6 +314,7 @@ class Bench:
             "tokens_per_s": rate,
             "mfu": utilization(rate, scale, self.tokens_seen(kind)),
             "step_s": clock.seconds / clock.steps,
+            "predicted_s": plan["step_seconds"],
             "cap": plan["max_tokens"],
             "micro_batches": clock.last["micro_batches"],
             "padding": clock.last["padding"],

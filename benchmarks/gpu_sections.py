@@ -6,12 +6,17 @@ A row needs so many seconds on an H100, compiling included; it is not begun with
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from common import machine as facts
+from gpu_checks import CHECKOUT, checks
 from gpu_compare import Comparison
 from gpu_run import RAGGED, WINDOWS, Bench, Fields, synchronize
 from gpu_waits import GpuWaits, ReadNumbers
@@ -31,6 +36,7 @@ def machine(bench: Bench) -> Iterator[Row]:
         return {
             **found,
             "gpu": torch.cuda.get_device_name(),
+            "driver": _driver(),
             "capability": torch.cuda.get_device_capability(),
             "cuda": torch.version.cuda,
             "free_bytes": free,
@@ -41,6 +47,11 @@ def machine(bench: Bench) -> Iterator[Row]:
         }
 
     yield "machine", 5, look
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _product_tflops() -> float:
@@ -100,11 +111,117 @@ def memory(bench: Bench) -> Iterator[Row]:
                 "off": predicted / allocated - 1 if predicted else None,
                 "reserved_bytes": found["reserved_bytes"],
                 "replays": sum(line.get("replays", 0) for line in bench.lines_of_last_run()),
+                "step_s": found["step_s"],
+                "predicted_s": found["predicted_s"],
                 "tokens_per_s": found["tokens_per_s"],
             }
 
         words = f"{cap:,}{' packed' if packed else ''}{' recomputed' if recompute else ''}"
         yield words, 6, measure
+
+
+def chats(bench: Bench) -> Iterator[Row]:
+    """Ours beside TRL and Hugging Face's Trainer on conversations."""
+    size = "--hidden 768 --layers 12 --vocab 16384 --rounds 3 --steps 6 --device cuda"
+    if not bench.scale.is_gpu:
+        size = "--hidden 64 --layers 1 --vocab 512 --rounds 1 --steps 1 --records 64"
+
+    def measure() -> list[tuple[str, Fields]]:
+        file = bench.folder / "sft.json"
+        command = [sys.executable, str(CHECKOUT / "benchmarks" / "sft.py"), *size.split()]
+        with (bench.logs / "sft.log").open("w") as log:
+            subprocess.run(
+                [*command, "--json", str(file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=max(1.0, bench.left_s),
+                check=True,
+            )
+        rows = json.loads(file.read_text())["results"]
+        return [
+            (
+                name,
+                {
+                    "tokens_per_s": row.get("rate", {}).get("median"),
+                    "padding": row.get("padding"),
+                    "micro_batches": row.get("micro_batches"),
+                    "skipped": row.get("missing"),
+                },
+            )
+            for name, row in rows.items()
+        ]
+
+    yield "chats", 80, measure
+
+
+def graphs(bench: Bench) -> Iterator[Row]:
+    """Graphs compiled by the end of each step of ragged documents, padded and packed."""
+    for packed in ("false", "true"):
+
+        def measure(packed: str = packed) -> Fields:
+            from torch._dynamo.utils import counters  # noqa: PLC0415 - a second
+
+            known, seconds = list[int](), [time.monotonic()]
+
+            def inside(_: int) -> None:
+                known.append(counters["stats"]["unique_graphs"])
+                seconds.append(time.monotonic())
+
+            counters.clear()
+            steps = 4 * bench.scale.steps
+            lines = (f"accum.packed={packed}", "compile=true", *under_cap(bench))
+            found = bench.timed(RAGGED, *lines, steps=steps, inside=inside)
+            return {
+                "graphs": " ".join(map(str, known)),
+                "seconds_by_step": " ".join(f"{b - a:.2f}" for a, b in itertools.pairwise(seconds)),
+                "tokens_per_s": found["tokens_per_s"],
+            }
+
+        yield f"packed={packed}", 40, measure
+
+
+def kernels(bench: Bench) -> Iterator[Row]:
+    """What the GPU does in a step, the kernels that take longest first."""
+    for kind, lines in (
+        (WINDOWS, ("compile=true",)),
+        (WINDOWS, ("compile=false",)),
+        (RAGGED, ("compile=true", "accum.packed=true")),
+    ):
+
+        def measure(kind: str = kind, lines: tuple[str, ...] = lines) -> list[tuple[str, Fields]]:
+            of = torch.profiler.ProfilerActivity
+            profiler = torch.profiler.profile(
+                activities=[of.CUDA if bench.scale.is_gpu else of.CPU]
+            )
+            began = [0.0]
+
+            def inside(number: int) -> None:
+                synchronize()
+                if number == bench.scale.warm_up:
+                    profiler.start()
+                    began.append(time.perf_counter())
+                if number == bench.scale.warm_up + 1:
+                    began.append(time.perf_counter())
+                    profiler.stop()
+
+            found = bench.timed(kind, *lines, *under_cap(bench), steps=1, inside=inside)
+            events = profiler.key_averages()
+            times = {e.key: (e.self_device_time_total / 1e3, e.count) for e in events}
+            if not bench.scale.is_gpu:
+                times = {e.key: (e.self_cpu_time_total / 1e3, e.count) for e in events}
+            busy = sum(ms for ms, _ in times.values())
+            longest = sorted(times.items(), key=lambda item: -item[1][0])[:14]
+            name = f"{kind} {' '.join(lines)}"
+            first = {"ms": busy, "wall_ms": 1e3 * (began[2] - began[1]), "mfu": found["mfu"]}
+            return [
+                (name, first),
+                *(
+                    (f"    {key[:90]}", {"ms": ms, "count": count, "share": ms / busy})
+                    for key, (ms, count) in longest
+                ),
+            ]
+
+        yield f"{kind} {' '.join(lines)}", 25, measure
 
 
 SETTINGS: Mapping[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
@@ -266,9 +383,13 @@ def sweep(bench: Bench) -> Iterator[Row]:
 
 SECTIONS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "machine": machine,
+    "checks": checks,
     "windows": compare_windows,
     "documents": compare_ragged,
+    "chats": chats,
     "syncs": syncs,
+    "graphs": graphs,
+    "kernels": kernels,
     "long run": long_run,
     "memory": memory,
     "settings": settings,
