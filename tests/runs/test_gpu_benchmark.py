@@ -18,9 +18,13 @@ from tests.reliability import lab
 
 FIELDS = {
     "machine": {"torch", "gpu", "bf16_tflops"},
+    "checks": {"exit_code", "took_s"},
     "windows": {"tokens_per_s", "mfu", "over_hand", "padding"},
     "documents": {"tokens_per_s", "mfu", "over_hand", "padding"},
+    "chats": {"tokens_per_s", "padding"},
     "syncs": {"per_step", "places"},
+    "graphs": {"graphs", "seconds_by_step"},
+    "kernels": {"ms"},
     "long run": {"retries", "out_of_memory", "replays", "reserved_over_allocated"},
     "memory": {"predicted_bytes", "allocated_bytes", "off", "reserved_bytes"},
     "settings": {"tokens_per_s", "over_base", "mfu", "eval_s"},
@@ -43,11 +47,10 @@ def benchmark(words: list[str], shown: Path) -> int:
 @pytest.mark.filterwarnings("ignore:.*(fork|torch.jit):DeprecationWarning")
 @pytest.mark.parametrize("only", [slow(("syncs",)), nightly(tuple(FIELDS))])
 def test_every_section_gives_its_rows(only, tmp_path):
-    found = tmp_path / "gpu.jsonl"
-    words = ["--dry-run", "--only", ",".join(only), "--json", str(found)]
+    words = ["--dry-run", "--only", ",".join(only), "--out", str(tmp_path)]
     shown, log = tmp_path / "shown", tmp_path / "log"
     assert lab.fork(lambda: benchmark(words, shown), log).wait() == 0, log.read_text()
-    rows = [json.loads(line) for line in found.read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["section"] for row in rows} == set(only)
     for row in rows:
         assert row["device"] == "CPU, a dry run"
@@ -56,4 +59,5 @@ def test_every_section_gives_its_rows(only, tmp_path):
         if not is_absent and NEEDS_A_GPU not in row["row"]:
             assert not reason, row
             assert row.keys() >= FIELDS[row["section"]], row
+            assert not row.get("exit_code"), row
         assert f"\n{row['row']}" in shown.read_text()  # in the table, too
