@@ -69,7 +69,7 @@ COMMANDS: Mapping[str, str] = {
 
 AFTER_FIRST = ("evaluate", "generate", "resume", "export")
 
-OF_DRY_RUN = ("tests/gpu", "verify a Llama", "plan", "doctor", "muon")
+OF_DRY_RUN = ("tests/gpu", "plan", "doctor", "muon")
 
 
 def checks(bench: Bench) -> Iterator[tuple[str, float, object]]:
