@@ -21,7 +21,6 @@ from trainer.cli.compose import CONFIG_NAME, Composer
 from trainer.cli.feature_commands import feature_commands, words_of
 from trainer.cli.overrides import classify, parse
 from trainer.cli.run_names import RunNames, training_names
-from trainer.cli.saved_runs import AUTO
 from trainer.cli.view_command import SETTINGS
 from trainer.config import trackers
 from trainer.config.components import NAMES_A_PATH, ExistingPath, owner_of
@@ -30,7 +29,7 @@ from trainer.config.declared import declared
 from trainer.config.keys import KEYS
 from trainer.config.type_words import alternatives
 from trainer.core.format import expanded
-from trainer.core.run_folder import all_runs
+from trainer.core.run_folder import AUTO, all_runs
 from trainer.report.views import views
 
 # What takes a path, beside arguments of classes

@@ -32,7 +32,7 @@ from trainer.config.messages import clip, lookup
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
-from trainer.core.run_folder import RunFolder, step_of
+from trainer.core.run_folder import AUTO, RunFolder, step_of
 from trainer.launch.membership import global_rank
 
 _FOLDER = "hydra.run.dir"
@@ -121,7 +121,7 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
         return replace(_place_new(job), forked=(run.path, number), note=job.note + note)
     goes_on = bool(run.steps())
     # The same command as before, with `resume=auto`, may name the weights the run began with.
-    if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
+    if goes_on and resume == AUTO and word_of(rest, "init") is not None:
         rest = without(rest, "init", "step")
     key_of_run = "resume" if goes_on else None
     job = _check_over(run, rest, composer, key_of_run)
@@ -157,7 +157,7 @@ def _find(
     overrides: Sequence[Override], typed: str, key: str, composer: Composer
 ) -> RunFolder | None:
     command = word_of(overrides, "command")
-    if typed != saved_runs.AUTO:
+    if typed != AUTO:
         is_read = command in READING and key == "run"
         outputs = Path(word_of(overrides, "outputs") or "outputs")
         return saved_runs.find(typed, key, outputs, to_train=not is_read)

@@ -7,7 +7,6 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -27,9 +26,7 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded
 from trainer.core.run_folder import UNREADABLE, RunFolder, runs_below
-from trainer.report.journal import truncate_after
 
-AUTO = "auto"
 COMPLETED = "completed"
 PREEMPTED = "preempted"
 SKIPS = "data.skip_steps"
@@ -106,31 +103,6 @@ def checkpoint_of(run: RunFolder, step: str) -> int:
         has = ", ".join(map(str, steps)) or "none"
         raise NoCheckpointError(f"step={step}: {run} has no such checkpoint; it has {has}")
     return number
-
-
-def fork(run: RunFolder, step: int, folder: Path) -> None:
-    """Begin a run's folder with a checkpoint of another run, and its records up to there.
-
-    Files are linked where the disk can do it, and copied elsewhere; none is ever changed.
-    """
-    checkpoint, target = run.checkpoint(step), RunFolder(folder).checkpoint(step)
-    with durable.as_save_error(target):
-        durable.make_folders(target.parent)
-        for name in RunFolder.JOURNALS:
-            if (run.path / name).is_file():
-                shutil.copyfile(run.path / name, folder / name)
-                truncate_after(folder / name, step)
-        durable.write_json(folder / RunFolder.FORK, {"run": str(run), "step": step})
-        unfinished = target.with_name(f"{durable.UNFINISHED}{target.name}")
-        shutil.copytree(checkpoint, unfinished, copy_function=_link)
-        durable.rename(unfinished, target)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def past_steps(run: RunFolder, step: str | None, typed: list[Override]) -> list[Override]:

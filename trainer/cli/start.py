@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import yaml
@@ -14,7 +16,6 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import open_dict
 
-from trainer.cli import saved_runs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_crash, print_error, print_notes, print_out
 from trainer.config import consent
@@ -24,6 +25,7 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError, NotExactError, Preempted, RankFailedError, TrainError
 from trainer.core.run_folder import RunFolder
 from trainer.launch import start as launch
+from trainer.report.journal import truncate_after
 from trainer.report.run_status import has_stepped, staged
 
 
@@ -66,14 +68,12 @@ def start_job(job: Job, composer: Composer, *, is_python: bool = False) -> int:
 def _start(job: Job, composer: Composer, *, is_python: bool) -> int:
     """Run one job among what Hydra has around it; raises whatever the command does."""
     config, folder, composed = job.config, job.folder, job.composed
-    goes_on = job.makes_folder and must_stage(config, folder)
-
     with (
-        staged(folder) if goes_on else nullcontext(folder) as records,
+        staging(config, folder) if job.makes_folder else nullcontext(folder) as records,
         composer.open() as hydra,
         launch.listening(config),
     ):
-        if goes_on and composed.hydra.output_subdir is not None:
+        if records != folder and composed.hydra.output_subdir is not None:
             # Hydra's records wait beside ours.
             with open_dict(composed.hydra):
                 composed.hydra.output_subdir = f"{records.name}/{composed.hydra.output_subdir}"
@@ -106,10 +106,35 @@ def _run(job: Job, records: Path, *, is_python: bool) -> int | Exception:
             write_config(job.config, records, job.folder)
         if job.forked is not None:
             run, step = job.forked
-            saved_runs.fork(RunFolder(run), step, job.folder)
+            _fork(RunFolder(run), step, job.folder)
         return launch.run(job.config, job.folder)
     except Exception as error:
         return error
+
+
+def _fork(run: RunFolder, step: int, folder: Path) -> None:
+    """Begin a run's folder with a checkpoint of another run, and its records up to there.
+
+    Files are linked where the disk can do it, and copied elsewhere; none is ever changed.
+    """
+    checkpoint, target = run.checkpoint(step), RunFolder(folder).checkpoint(step)
+    with durable.as_save_error(target):
+        durable.make_folders(target.parent)
+        for name in RunFolder.JOURNALS:
+            if (run.path / name).is_file():
+                shutil.copyfile(run.path / name, folder / name)
+                truncate_after(folder / name, step)
+        durable.write_json(folder / RunFolder.FORK, {"run": str(run), "step": step})
+        unfinished = target.with_name(f"{durable.UNFINISHED}{target.name}")
+        shutil.copytree(checkpoint, unfinished, copy_function=_link)
+        durable.rename(unfinished, target)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _take_back(made: Sequence[Path], error: BaseException) -> None:
@@ -128,9 +153,10 @@ def _take_back(made: Sequence[Path], error: BaseException) -> None:
                 parent.rmdir()
 
 
-def must_stage(config: RunConfig, folder: Path) -> bool:
-    """Whether a run's own records are in the folder already, to stay until it goes on."""
-    return config.command == "train" and (folder / RunFolder.CONFIG).exists()
+def staging(config: RunConfig, folder: Path) -> AbstractContextManager[Path]:
+    """Give the folder for new records; those that a run has stay until it goes on."""
+    goes_on = config.command == "train" and (folder / RunFolder.CONFIG).exists()
+    return staged(folder) if goes_on else nullcontext(folder)
 
 
 def write_config(config: RunConfig, folder: Path, run: Path) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from trainer.cli.feature_commands import read_settings
 from trainer.cli.run_names import called, unknown_run
-from trainer.cli.saved_runs import AUTO
 from trainer.config.consent import refuse_odd_files
 from trainer.config.messages import clip, did_you_mean
 from trainer.core.durable import as_save_error, make_folders
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, plural, shown_path
-from trainer.core.run_folder import RunFolder, runs_below, runs_in
+from trainer.core.run_folder import AUTO, RunFolder, runs_below, runs_in
 from trainer.report.views import views
 
 SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}

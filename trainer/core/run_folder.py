@@ -31,6 +31,8 @@ RunState = Literal["running", "completed", "preempted", "failed"]
 UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 """What `read_yaml` raises."""
 
+AUTO = "auto"  # typed for the newest run
+
 _handles: dict[Path, int] = {}
 """By run folder, the lock files that this process has locked."""
 

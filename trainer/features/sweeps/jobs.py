@@ -34,7 +34,7 @@ from trainer.cli import saved_runs
 from trainer.cli.compose import Composer
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import dotted, parse, read_override
-from trainer.cli.start import must_stage, run_and_report, write_config
+from trainer.cli.start import run_and_report, staging, write_config
 from trainer.config.metric_mode import title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.durable import make_folders, write_file_atomic, write_json
@@ -44,7 +44,6 @@ from trainer.core.run_folder import RunFolder, RunInUseError, hold, is_locked
 from trainer.core.signals import StopFlag, stop_signals
 from trainer.features.sweeps.search import TRIAL, Search
 from trainer.features.sweeps.table import value_of
-from trainer.report.run_status import staged
 
 SAFE_PATH = {"PYTHONSAFEPATH": "sweep"}
 """Launchers start Python with `-m`, which has the current folder first; any text forbids that."""
@@ -267,12 +266,9 @@ class SweepTask:
             config = config.model_copy(update={"resume": str(folder)})
             if saved_runs.is_finished(run, config):
                 return 0
-        staging: AbstractContextManager[Path] = nullcontext(folder)
-        if must_stage(config, folder):
-            staging = staged(folder)
         if config.command == "train":
             variables = {BRIEF: "1", **variables}
-        with staging as records:
+        with staging(config, folder) as records:
             write_config(config, records, folder)
             with env_override(dict(variables)):
                 return run_and_report(config, folder)

@@ -16,7 +16,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from trainer.cli import saved_runs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_error
 from trainer.cli.overrides import (
@@ -36,7 +35,7 @@ from trainer.config.consent import ONLY_TYPED
 from trainer.config.messages import clip, line
 from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
-from trainer.core.run_folder import GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolder, hold
+from trainer.core.run_folder import AUTO, GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolder, hold
 from trainer.core.signals import raise_on_interrupt
 from trainer.features.sweeps import launchers, table
 from trainer.features.sweeps.jobs import SAFE_PATH, STOP_FILE, Sweep, SweepTask, passing_signals_on
@@ -111,7 +110,7 @@ def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN40
 def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
     """Check every job of a sweep, over a composer that is open."""
     resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
-    if resume not in (None, saved_runs.AUTO):
+    if resume not in (None, AUTO):
         faults.append(line("resume", resume, "every job has its own folder; use resume=auto"))
     if command in READING or any(override.key_or_group == "run" for override in overrides):
         faults.append("-m: a sweep can only train; run this command without -m, once for each run")
