@@ -27,6 +27,11 @@ _Size = Annotated[int, Field(ge=0)]
 _FileName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors\z")]
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is that of a checkpoint, in whatever state."""
+    return (folder / RunFolder.MANIFEST).is_file()
+
+
 class DamagedError(Exception):
     """A checkpoint is not what was written; the text says in what, without its path."""
 

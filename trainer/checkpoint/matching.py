@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -47,7 +47,9 @@ def with_prefix(
     return dict(found)
 
 
-def differences_of(found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> list[str]:
+def differences_of(
+    found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], changed: Sequence[str]
+) -> list[str]:
     """Say in what stored tensors differ from those that a model expects, a text for each kind."""
     wrong = list[str]()
     for name, tensor in expected.items():
@@ -62,6 +64,11 @@ def differences_of(found: Mapping[str, StoredTensor], expected: Mapping[str, Ten
     for what, names in differing.items():
         if names:
             faults.append(f"{what} {first_of([*map(clip, names)])}")
+    if changed:
+        faults.append(
+            f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
+            "than the run had; name the weights that it began with"
+        )
     return faults
 
 

@@ -20,17 +20,15 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
-from trainer.checkpoint.manifest import DamagedError, OtherFormatError
+from trainer.checkpoint.manifest import DamagedError, OtherFormatError, is_checkpoint
 from trainer.checkpoint.matching import by_own_names, differences_of, state_tensors, with_prefix
 from trainer.checkpoint.state import plain_name, state_of
 from trainer.checkpoint.stated_model import settings_of_model
 from trainer.checkpoint.store import MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
-from trainer.config.messages import clip, first_of
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import shown_path
-from trainer.core.run_folder import RunFolder
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import bits_of, fill, in_main_memory, whole_of
 from trainer.core.world import World
@@ -110,12 +108,7 @@ class StoredWeights:
             # What is drawn on the meta device is drawn by the same class and seed.
             elif is_frozen and not tensor.is_meta:
                 here[name] = tensor
-        faults = differences_of(found, compared)
-        if changed := self.changed(here):
-            faults.append(
-                f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
-                "than the run had; name the weights that it began with"
-            )
+        faults = differences_of(found, compared, self.changed(here))
         return by_own_names(named, found), "; ".join(faults)
 
     def by_names_in(self, expected: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
@@ -294,7 +287,7 @@ def _open(path: Path, world: World) -> StoredWeights:
     """List the weights in a checkpoint, an exported folder or a file, by plain name."""
     shown = f"init={shown_path(path)}"
     try:
-        if (path / RunFolder.MANIFEST).is_file():
+        if is_checkpoint(path):
             return _begun_with(open_checkpoint(path, world=world))
         files = [*filter(Path.is_file, (path, path / WEIGHTS_FILE))][:1]
         if (path / INDEX_FILE).is_file() and not files:
