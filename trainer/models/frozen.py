@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.core.tensors import LazyTensor
+from trainer.core.tensors import InMemoryTensor, LazyTensor
 from trainer.models.facts import BESIDE, FACTS
-from trainer.models.first_weights import FIRST_WEIGHTS
+from trainer.models.first_weights import FIRST_WEIGHTS, is_on_meta
 
 MakeFrozen = Callable[[nn.Module], nn.Module | None]
 """Gives the frozen model for one that is to be trained; None where it needs none."""
@@ -61,6 +61,9 @@ def add_frozen(
         # They are of the model that is trained.
         vars(part).pop(FACTS, None)
     own: Mapping[str, LazyTensor] | None = vars(frozen).pop(FIRST_WEIGHTS, None)
+    if own is None and is_on_meta(module) and not is_on_meta(frozen):
+        named = frozen.named_parameters(remove_duplicate=False)
+        own = {name: InMemoryTensor(parameter.detach()) for name, parameter in named}
     frozen._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call] # untyped in torch
     module.add_module(BESIDE, frozen.requires_grad_(False).eval())
     begins = weights if own is None else own

@@ -21,23 +21,17 @@ from trainer.config.validate import from_plain
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.hub_cache import weights_path
 from trainer.core.run_folder import RunFolder
-from trainer.core.tensors import InMemoryTensor
 from trainer.core.world import World
 from trainer.data.samples import preserve_generators
-from trainer.models.first_weights import FIRST_WEIGHTS
 
 
 def load_teacher(path: str) -> nn.Module:
     """Build it with its weights on the CPU, whole, wherever the model beside it is."""
     with _disable_current_modes(), torch.device("cpu"), preserve_generators():
         try:
-            module = _load(weights_path(path), path)
+            return _load(weights_path(path), path)
         except TrainError as error:
             raise type(error)(f"objective.teacher={path}: {error}") from error
-    # Where the other model has no memory yet, this one says what it begins with.
-    named = module.named_parameters(remove_duplicate=False)
-    setattr(module, FIRST_WEIGHTS, {name: InMemoryTensor(p.detach()) for name, p in named})
-    return module
 
 
 def _load(folder: Path, name: str) -> nn.Module:
