@@ -12,7 +12,7 @@ from tests.lib.cli_support import prepared
 from tests.lib.run_support import curve, read_json, state
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
-from trainer.assemble.module import look_up_transforms
+from trainer.assemble.instantiate import look_up_transforms
 from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError
 

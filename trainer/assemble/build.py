@@ -21,7 +21,6 @@ from trainer.checkpoint.weights import load_step
 from trainer.config.amounts import step_ranges
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import Preempted
-from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
 from trainer.plan.order import Order
 from trainer.training.consistency import check_consistency
@@ -100,7 +99,7 @@ def assemble_on_all(config: RunConfig, world: World, saved: Saved) -> Run:
     built: list[Run] = []
     with suppress(Preempted):
         built.append(assemble(config, world, saved))
-    end_if_stopped(world, not built)
+    world.end_if_stopped(not built)
     (run,) = built
     # Files that differ between machines would train another model on each, without a fault.
     loaders = [run.data.loader, *(part.loader for part in run.data.held_out.values())]
@@ -124,9 +123,3 @@ def assemble_resumed(
     run = assemble(config, world, saved, with_values=with_values)
     check_terms(run, saved.terms)
     return run, saved
-
-
-def end_if_stopped(world: World, was_asked: bool) -> None:
-    """End before the first step, by `Preempted`, if a signal asked any rank to. Collective."""
-    if any(world.collect(was_asked)):
-        raise Preempted(UNBEGUN)

@@ -6,7 +6,6 @@ A feature is a group of `conf/` whose classes derive from `Feature`, or an entry
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,18 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from torch import nn
 
-from trainer.assemble.instantiate import construct
-from trainer.config.option_files import data_dir, load_yaml
 from trainer.config.run_config import RunConfig
 from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
-from trainer.core.world import World
 from trainer.data.shown import ShownSample
 from trainer.data.view import DataView
 from trainer.objectives.base import Objective
-from trainer.parallel.base import Parallel
 from trainer.plan.cut import Plan
-from trainer.report.metrics import Means
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import Measuring, StepContext
 from trainer.training.data import HeldOut
@@ -94,7 +88,7 @@ class Feature:
         """Give what takes its place once the cut is found; it may refuse that as `check` does."""
         return self
 
-    def parts(self, module: nn.Module, world: World) -> Sequence[Stateful]:
+    def parts(self, run: Run) -> Sequence[Stateful]:
         """Give what follows every update, before the parts of the user."""
         return ()
 
@@ -153,11 +147,13 @@ class Feature:
         """
         return None
 
-    def evaluating(self, model: Parallel, feed: Feed) -> AbstractContextManager[object]:
+    def evaluating(self, context: StepContext, feed: Feed) -> AbstractContextManager[object]:
         """Change the model for an evaluation, inside the block alone. Collective."""
         return nullcontext()
 
-    def further_means(self, run: OpenRun, held_out: Mapping[str, HeldOut]) -> Means:
+    def further_means(
+        self, run: OpenRun, held_out: Mapping[str, HeldOut]
+    ) -> Mapping[str, Mapping[str, float]]:
         """Give further means over what is held out, by names of parts that no other has.
 
         Called ahead of every evaluation, whose line they stand in, outside of `evaluating`.
@@ -221,16 +217,6 @@ class Features:
 
     by_key: Mapping[str, Feature]
 
-    @classmethod
-    def of(cls, config: RunConfig) -> Features:
-        """Build those of every run, and those that a config names."""
-        found = dict[str, Feature]()
-        for name, entry in load_yaml(data_dir("conf") / "features.yaml").items():
-            found[name] = pkgutil.resolve_name(entry["_target_"]).of(config)
-        for key, component in config.features.items():
-            found[key] = construct(component, key, Feature, config.trust)
-        return cls(found)
-
     def __iter__(self) -> Iterator[Feature]:
         return iter(self.by_key.values())
 
@@ -250,18 +236,20 @@ class Features:
         return plan
 
     @contextmanager
-    def evaluating(self, model: Parallel, feed: Feed) -> Iterator[None]:
+    def evaluating(self, context: StepContext, feed: Feed) -> Iterator[None]:
         """Have all of them change the model for an evaluation. Collective."""
         with ExitStack() as opened:
             for feature in self:
-                opened.enter_context(feature.evaluating(model, feed))
+                opened.enter_context(feature.evaluating(context, feed))
             yield
 
-    def further_means(self, run: OpenRun, held_out: Mapping[str, HeldOut]) -> Means:
+    def further_means(
+        self, run: OpenRun, held_out: Mapping[str, HeldOut]
+    ) -> Mapping[str, Mapping[str, float]]:
         """Let all of them evaluate the model otherwise. Collective."""
-        found: Means = {}
+        found = dict[str, Mapping[str, float]]()
         for feature in self:
-            found = {**found, **feature.further_means(run, held_out)}
+            found.update(feature.further_means(run, held_out))
         return found
 
     def after_evaluation(self, run: OpenRun) -> None:

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -23,19 +24,23 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
+from trainer.assemble.features import Feature, Features
 from trainer.config import components
 from trainer.config.command_words import READING
 from trainer.config.data_sets import component_of, source_components
 from trainer.config.messages import near_file, one_line, show
-from trainer.config.option_files import LIBRARIES, options_of
+from trainer.config.option_files import LIBRARIES, data_dir, load_yaml, options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.user_code import causes, described, place_of
 from trainer.models.facts import model_library, noted, noted_facts
+from trainer.models.transform import ModelTransform
 
 Built = TypeVar("Built")
+Transform = Callable[[nn.Module], Any]
 PASSES_ON = "passes_on"
 """Class attribute: import path of what takes all names that a constructor takes by `**others`."""
 
@@ -257,6 +262,39 @@ def _call(
         ):
             text += "; to give the function itself, add _partial_: true"
         raise ConfigError(f"{key}: {component.target}: {text}") from error
+
+
+def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
+    """Build what changes a model, the adapter last; tells whether all draw on the meta device.
+
+    A function takes the model first, and then the arguments of its entry.
+    """
+    transforms = list[Transform]()
+    for key, entry in config.model_transforms.items():
+        kind = look_up(entry, key, config.trust)
+        if inspect.isclass(kind):
+            transforms.append(construct(entry, key, ModelTransform, config.trust))
+        else:
+            bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
+            transforms.append(construct(bound, key, functools.partial, config.trust))
+    return transforms, all(map(draws_on_meta, transforms))
+
+
+def draws_on_meta(transform: Transform) -> bool:
+    """Whether a transform declares that it may be given a model on the meta device."""
+    if isinstance(transform, functools.partial):
+        transform = transform.func
+    return bool(getattr(transform, "draws_on_meta", False))
+
+
+def run_features(config: RunConfig) -> Features:
+    """Build the features of every run, and those that a config names."""
+    found = dict[str, Feature]()
+    for name, entry in load_yaml(data_dir("conf") / "features.yaml").items():
+        found[name] = pkgutil.resolve_name(entry["_target_"]).of(config)
+    for key, component in config.features.items():
+        found[key] = construct(component, key, Feature, config.trust)
+    return Features(found)
 
 
 def refuse_unused(key: str, typed: Mapping[str, Any], unused: Mapping[str, str] | None) -> None:

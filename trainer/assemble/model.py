@@ -7,23 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from trainer.accumulate.base import GradientStrategy
 from trainer.assemble import hardware
-from trainer.assemble.features import StepShape
 from trainer.assemble.instantiate import construct
 from trainer.assemble.loaders import fit_loader
 from trainer.assemble.module import build_model
-from trainer.assemble.objective import Chosen, choose_objective, known_objective
+from trainer.assemble.objective import Chosen, choose_objective, frozen_model, trained_objective
 from trainer.assemble.saved import Saved
 from trainer.assemble.typed import ChosenOptimizer, TypedParts, fitting_optimizer, with_half_lives
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import model_coupling, strictest
 from trainer.core.world import World
-from trainer.models.facts import facts_of
 from trainer.models.frozen import add_frozen
-from trainer.objectives.base import Objective
 from trainer.optim.schedules import with_length_steps
 from trainer.training.data import Data
 from trainer.training.model import Model
@@ -41,21 +36,18 @@ def make_model(
 ) -> tuple[Model, Chosen, ChosenOptimizer]:
     """Build the model, and choose what fits it: precision, loss, optimizer, ranks. Collective."""
     features, terms = typed.features, saved.terms
-    shape = StepShape(
-        largest=data.order.most_samples,
-        is_stated="micro_batch" in typed.cut.couplings,
-        is_padded=not data.lengths.is_constant,
-    )
     stored = saved.stored
     goes_on = stored is not None and stored.is_resumed
     if stored is not None and goes_on:
-        known = known_objective(config, typed.objective, terms.contract, typed.tokenizer)
-        stored = replace(stored, make_frozen=partial(_frozen_model, config, known))
+        known = typed.objective and typed.objective.objective
+        if known is None:  # nobody typed it
+            known = trained_objective(config, terms.contract, typed.tokenizer)
+        stored = replace(stored, make_frozen=partial(frozen_model, config, known))
     build = partial(
         build_model,
         *(config, world, given, typed.spec),
         stored=stored,
-        adjust=partial(features.adjust, shape=shape),
+        adjust=typed.adjusting(data.order.most_samples, is_padded=not data.lengths.is_constant),
         with_values=with_values,
     )
     mode, why_mode = hardware.parallel_mode(config, world), None
@@ -77,7 +69,7 @@ def make_model(
     )
     objective = chosen.objective
     if not goes_on:
-        make = partial(_frozen_model, config, objective)
+        make = partial(frozen_model, config, objective)
         added = add_frozen(module, make, weights or {}, world.device)
         weights = weights and {**weights, **added}
     strategy = construct(
@@ -115,9 +107,3 @@ def make_model(
         clip_norm=config.clip_norm,
     )
     return model, chosen, optimizer
-
-
-def _frozen_model(config: RunConfig, objective: Objective, module: nn.Module) -> nn.Module | None:
-    """Make what is beside a model; one below an adapter is not how a run with `init=` began."""
-    can_switch = facts_of(module).without_adapter is not None
-    return objective.frozen_model(module, has_base=can_switch and config.init is None)

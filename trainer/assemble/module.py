@@ -5,7 +5,6 @@ A plan for a machine that is not here needs shapes alone; so does a rank that ho
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,10 +16,9 @@ from torch import nn
 
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.hardware import planned_device
-from trainer.assemble.instantiate import construct, look_up
+from trainer.assemble.instantiate import construct, draws_on_meta, look_up, look_up_transforms
 from trainer.assemble.model_size import refuse_too_large
 from trainer.checkpoint.partial_weights import fitting
-from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -37,11 +35,7 @@ from trainer.models.first_weights import (
 )
 from trainer.models.frozen import add_frozen
 from trainer.models.recompute import checkpoint_blocks
-from trainer.models.transform import ModelTransform
-from trainer.optim.masters import widen_gradients
 from trainer.optim.optimizers import OptimizerSpec
-
-Transform = Callable[[nn.Module], Any]
 
 
 def build_model(
@@ -67,8 +61,12 @@ def build_model(
     transforms, on_meta = look_up_transforms(config)
     build = partial(_construct, config, world, given, transforms, stored, unread)
 
+    def begin(module: nn.Module) -> None:
+        if spec is not None:
+            spec.begin(module, widens=config.accum.buffer == "fp32")
+
     def check(module: nn.Module) -> None:
-        _begin_training(config, module, spec)
+        begin(module)
         refuse_too_large(config, world, module, spec)
 
     def count() -> nn.Module | None:
@@ -95,7 +93,7 @@ def build_model(
             with Filled(count):
                 module = build()
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
-    _begin_training(config, module, spec)
+    begin(module)
     module.train()
     if adjust is not None:
         adjust(module)
@@ -105,41 +103,11 @@ def build_model(
     return module, weights
 
 
-def _begin_training(config: RunConfig, module: nn.Module, spec: OptimizerSpec | None) -> None:
-    """Freeze what is not trained, and choose how gradients are added up. May be repeated."""
-    if spec is not None:
-        spec.freeze(module)
-        if config.accum.buffer == "fp32":
-            widen_gradients(module)
-
-
-def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
-    """Build what changes a model, the adapter last; tells whether all draw on the meta device.
-
-    A function takes the model first, and then the arguments of its entry.
-    """
-    transforms = list[Transform]()
-    for key, entry in config.model_transforms.items():
-        kind = look_up(entry, key, config.trust)
-        if inspect.isclass(kind):
-            transforms.append(construct(entry, key, ModelTransform, config.trust))
-        else:
-            bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
-            transforms.append(construct(bound, key, partial, config.trust))
-    return transforms, all(map(_draws_on_meta, transforms))
-
-
-def _draws_on_meta(transform: Transform) -> bool:
-    if isinstance(transform, partial):
-        transform = transform.func
-    return bool(getattr(transform, "draws_on_meta", False))
-
-
 def _construct(
     config: RunConfig,
     world: World,
     given: Mapping[str, Any],
-    transforms: Sequence[Transform],
+    transforms: Sequence[Callable[[nn.Module], Any]],
     stored: StoredWeights | None,
     unread: dict[str, LazyTensor],
     *,
@@ -169,7 +137,7 @@ def _construct(
             raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
         refuse_lazy_or_sparse(module)
     # A model may have what a transform cannot do there, such as a head that is copied.
-    if has_first and not all(map(_draws_on_meta, transforms)):
+    if has_first and not all(map(draws_on_meta, transforms)):
         raise _NeedsValues
     named = module.named_parameters(remove_duplicate=False)
     for name, parameter in ((n, p) for n, p in named if id(p) in values):
@@ -193,14 +161,14 @@ def _is_before(module: nn.Module, stored: StoredWeights, config: RunConfig) -> b
     return not stored.is_transformed and (in_part or not stored.fault(module))
 
 
-def _filled(module: nn.Module, stored: StoredWeights, config: RunConfig) -> dict[str, StoredTensor]:
+def _filled(module: nn.Module, stored: StoredWeights, config: RunConfig) -> FirstWeights:
     """Copy stored weights into a model, or what of them fits; gives those that stay unread."""
     if config.init_partial and not stored.is_resumed:
         stored = fitting(stored, module)
     return stored.fill(module)
 
 
-def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> StoredWeights:
+def _adopted(stored: StoredWeights, module: nn.Module, adapter: object) -> StoredWeights:
     """Give the weights of an exported adapter under the names that they have in a model."""
     names_of: Callable[..., Mapping[str, str]] | None = getattr(adapter, "names_in", None)
     if names_of is None:

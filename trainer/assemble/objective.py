@@ -14,7 +14,6 @@ from trainer.assemble.features import Features
 from trainer.assemble.instantiate import construct
 from trainer.config import components
 from trainer.config.messages import show
-from trainer.config.metric_names import sum_metrics
 from trainer.config.option_files import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -24,7 +23,7 @@ from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
 from trainer.models.facts import facts_of
 from trainer.objectives.base import Objective
-from trainer.objectives.metrics import check_metrics
+from trainer.objectives.metrics import with_sums
 
 _TO_TYPE = (
     "type objective=next_token (predicts the next token; shifts labels itself), token_classify (a "
@@ -98,16 +97,6 @@ def choose_objective(
     return chosen
 
 
-def known_objective(
-    config: RunConfig,
-    typed: Chosen | None,
-    recorded: Mapping[str, Any],
-    tokenizer: RunTokenizer,
-) -> Objective:
-    """Give the objective of a run that goes on, before its model is there."""
-    return typed.objective if typed else trained_objective(config, recorded, tokenizer)
-
-
 def trained_objective(
     config: RunConfig, recorded: Mapping[str, Any], tokenizer: RunTokenizer
 ) -> Objective:
@@ -126,6 +115,12 @@ def trained_objective(
         raise ConfigError(f"objective={component.label}: {text}")
     given = tokenizer.given_to(component, "objective")
     return construct(component, "objective", Objective, config.trust, given)
+
+
+def frozen_model(config: RunConfig, objective: Objective, module: nn.Module) -> nn.Module | None:
+    """Make what is beside a model; one below an adapter is not how a run with `init=` began."""
+    can_switch = facts_of(module).without_adapter is not None
+    return objective.frozen_model(module, has_base=can_switch and config.init is None)
 
 
 def telling_objective(
@@ -196,8 +191,7 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
 def _chosen(
     config: RunConfig, objective: Objective, component: components.Component, why: str = ""
 ) -> Chosen:
-    sums = sum_metrics(config.objective.metrics)
-    check_metrics(objective, sums)
+    objective = with_sums(objective, config.objective.metrics)
     name = component.label
     defaults = options_of("objective", config.config_dir).get(name, {})
     words = [name]
@@ -205,4 +199,4 @@ def _chosen(
         if defaults.get(key) != value:
             words.append(f"{key}={show(value)}")
     text = " ".join(words) + (why and f", {why}")
-    return Chosen(objective=objective.with_metrics(sums), component=component, text=text)
+    return Chosen(objective=objective, component=component, text=text)

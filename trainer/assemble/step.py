@@ -57,7 +57,7 @@ def step_context(
         first.append(ParameterNorms(parallel, optimizer, every))
     measuring = list[Measuring]()
     for feature in run.features:
-        first += feature.parts(model.module, world)
+        first += feature.parts(run)
         if (measures := feature.measuring()) is not None:
             measuring.append(measures)
     return StepContext(

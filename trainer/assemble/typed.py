@@ -6,8 +6,9 @@ What nobody typed of an optimizer follows from what the model's first weights ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, final
 
 import torch
@@ -15,8 +16,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.assemble.data_sets import RunTokenizer
-from trainer.assemble.features import Features
-from trainer.assemble.instantiate import arguments_of, check_components, construct, look_up
+from trainer.assemble.features import Features, StepShape
+from trainer.assemble.instantiate import (
+    arguments_of,
+    check_components,
+    construct,
+    look_up,
+    run_features,
+)
 from trainer.assemble.objective import Chosen, typed_objective
 from trainer.config.components import SHARED, Component
 from trainer.config.messages import show
@@ -50,7 +57,7 @@ class TypedParts:
     def of(cls, config: RunConfig) -> Self:
         """Build them; all classes that the config names are looked up first."""
         check_components(config)
-        tokenizer, features = RunTokenizer(config), Features.of(config)
+        tokenizer, features = RunTokenizer(config), run_features(config)
         cut = construct(config.accum, "accum", Cut, config.trust)
         if config.activation_checkpointing == "auto" and not cut.is_tunable:
             raise ConfigError("activation_checkpointing=auto: needs accum=auto")
@@ -72,6 +79,12 @@ class TypedParts:
             cut=cut,
             features=features,
         )
+
+    def adjusting(self, largest: int, *, is_padded: bool) -> Callable[[nn.Module], None]:
+        """Give what changes how a model computes, where a step has so many samples at the most."""
+        is_stated = "micro_batch" in self.cut.couplings
+        shape = StepShape(largest=largest, is_stated=is_stated, is_padded=is_padded)
+        return partial(self.features.adjust, shape=shape)
 
 
 def batch_sizes(config: RunConfig) -> BatchSize:

@@ -44,7 +44,7 @@ def open_evaluation(
         refuse_changed_data(run, saved.terms)
     run = prepare_on_main(run).run
     context = step_context(run)
-    with closing(run.feed(world)) as feed, run.features.evaluating(context.parallel, feed):
+    with closing(run.feed(world)) as feed, run.features.evaluating(context, feed):
         yield run, context
 
 

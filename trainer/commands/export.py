@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import nn
 
-from trainer.assemble.module import look_up_transforms
+from trainer.assemble.instantiate import look_up_transforms
 from trainer.assemble.saved import read_terms
 from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded

@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from trainer.assemble.data_sets import RunTokenizer, source_of_model
-from trainer.assemble.features import Features
-from trainer.assemble.instantiate import look_up
+from trainer.assemble.instantiate import look_up, run_features
 from trainer.assemble.module import build_model
 from trainer.assemble.saved import Saved, read_terms
 from trainer.checkpoint.store import Loaded
@@ -32,7 +31,7 @@ from trainer.report.console import Screen
 
 def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
     """Build the model where the weights alone will not do, or it may write itself."""
-    if any(feature.estimates for feature in Features.of(config)):
+    if any(feature.estimates for feature in run_features(config)):
         # Their buffers are set from the run's data, and stay what they are once it is closed.
         with open_evaluation(config, Saved.read(config, loaded, world), world) as (run, _):
             module = run.model.module

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.assemble.build import assemble_on_all, end_if_stopped
+from trainer.assemble.build import assemble_on_all
 from trainer.assemble.open_run import open_run
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.saved import Saved, check_terms
@@ -44,7 +44,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
 def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> None:
     """Build the run, go through its steps, and say how it ended. Collective."""
     started = time.perf_counter()
-    end_if_stopped(world, stop())
+    world.end_if_stopped(stop())
     store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
     loaded = store.load(world=world) if config.resume is not None else None
     saved = Saved.read(config, loaded, world)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.core.errors import TrainError, error_from_dict, error_to_dict
+from trainer.core.errors import Preempted, TrainError, error_from_dict, error_to_dict
 from trainer.core.rank_progress import Phase, PhaseTimes, RankPosition, RankProgress
+from trainer.core.signals import UNBEGUN
 
 Value = TypeVar("Value")
 
@@ -103,6 +104,11 @@ class World:
             dist.all_gather(texts, padded, group=group)
         pairs = zip(texts, counts, strict=True)
         return [json.loads(bytes(each[:count].tolist())) for each, count in pairs]
+
+    def end_if_stopped(self, was_asked: bool) -> None:
+        """End before the first step, by `Preempted`, if a signal asked any rank to. Collective."""
+        if any(self.collect(was_asked)):
+            raise Preempted(UNBEGUN)
 
     def on_main(self, work: Callable[[], Value]) -> Value:
         """Do something on the main rank alone; all get what came out, or its error. Collective."""

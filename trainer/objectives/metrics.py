@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.config.metric_names import sum_metrics
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED
 from trainer.data.samples import LabelKind
@@ -171,8 +172,9 @@ def _metric(name: str) -> Metric:
     return METRIC_OF[name]
 
 
-def check_metrics(objective: Objective, names: Sequence[str]) -> None:
-    """Refuse, in one line for all, metrics that an objective's labels have no place for."""
+def with_sums(objective: Objective, metrics: Sequence[object]) -> Objective:
+    """Give an objective the metrics of a run that are sums; its labels need a place for each."""
+    names = sum_metrics(metrics)
     kind, name = objective.label_kind, type(objective).__name__
     known = [each for each, metric in METRIC_OF.items() if kind in metric.sums]
     if odd := [each for each in names if kind not in _metric(each).sums]:
@@ -181,6 +183,7 @@ def check_metrics(objective: Objective, names: Sequence[str]) -> None:
             f"objective.metrics=[{', '.join(odd)}]: no metric of {name}: {which}; or write one in "
             "`metrics` of a class of your own"
         )
+    return objective.with_metrics(names)
 
 
 def check_classes(names: Sequence[str], classes: int) -> None:

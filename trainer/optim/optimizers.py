@@ -30,7 +30,7 @@ from trainer.models.frozen import own_parameters
 from trainer.models.norms import NORMS
 from trainer.optim.bias_correction import change_betas
 from trainer.optim.depth import depth_scales
-from trainer.optim.masters import MasterWeights
+from trainer.optim.masters import MasterWeights, widen_gradients
 
 OptimizerGroups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
@@ -80,12 +80,14 @@ class OptimizerSpec(Described, ABC):
         weight_decay = self.weight_decay * ratio / lr_factor
         return replace(self, weight_decay=weight_decay, groups=groups, **rates)
 
-    def freeze(self, model: nn.Module) -> None:
-        """Freeze what the groups say, before the model is sharded. Repeating it changes nothing."""
+    def begin(self, model: nn.Module, *, widens: bool) -> None:
+        """Freeze what groups say, and widen gradients, before it is sharded. May be repeated."""
         for pattern, members in match_groups(model, self.groups).items():
             if self.groups[pattern].get("frozen"):
                 for parameter in members:
                     parameter.requires_grad_(False)
+        if widens:
+            widen_gradients(model)
 
     def build(self, model: nn.Module) -> Optimizer:
         """Build the optimizer over the parameters of a model that stands on its device.

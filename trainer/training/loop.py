@@ -19,9 +19,7 @@ from trainer.core.format import named_means, plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.core.stateful import DRAWN, STEP_KEYS, State, Stateful
-from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray
-from trainer.report.metrics import Means
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.best_metric import BEST, STOP, BestMetric
@@ -46,9 +44,9 @@ class OpenRun:
     flops: ModelFlops | None
     progress: Progress
     # Lends the model as evaluations are to have it. Collective.
-    evaluating: Callable[[Parallel, Feed], AbstractContextManager[None]]
+    evaluating: Callable[[StepContext, Feed], AbstractContextManager[None]]
     # Evaluates otherwise what is held out. Collective.
-    further_means: Callable[[OpenRun, Mapping[str, HeldOut]], Means]
+    further_means: Callable[[OpenRun, Mapping[str, HeldOut]], Mapping[str, Mapping[str, float]]]
     after_evaluation: Callable[[OpenRun], None]  # looks further at the model. Collective.
 
     save_every: float | str | None  # in steps, or in epochs; None is never
@@ -264,7 +262,7 @@ def _evaluate(run: OpenRun) -> None:
     run.feed.pause()
     try:
         further = run.further_means(run, context.data.held_out)
-        with run.evaluating(context.parallel, run.feed):
+        with run.evaluating(context, run.feed):
             means = {**evaluate_parts(context, context.data.held_out, run.was_asked), **further}
             run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
             progress.evaluation = named_means(means)

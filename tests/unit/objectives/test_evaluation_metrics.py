@@ -1,7 +1,6 @@
 """Metrics from merged sums are those of all samples at once, by their definitions."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,13 @@ from trainer.objectives.classify import Classify
 from trainer.objectives.metrics import (
     METRIC_OF,
     add_statistics,
-    check_metrics,
     metrics_of_sums,
     statistics_of,
+    with_sums,
 )
 from trainer.objectives.next_token import NextToken
 
 COUNT = 500
-
-
-def with_metrics(objective: Objective, names: Sequence[str]) -> Objective:
-    check_metrics(objective, names)
-    return objective.with_metrics(names)
 
 
 def measured(objective: Objective, logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -58,7 +52,7 @@ def f1_of(found: np.ndarray, true: np.ndarray, number: int) -> float:
 def test_classes_are_counted_as_each_metric_is_defined(classes):
     names = ["accuracy", "top_2", "f1", "f1_macro", "f1_micro", "mcc", "perplexity"]
     logits, labels = drawn(classes)
-    measures = measured(with_metrics(Classify(), names), logits, labels)
+    measures = measured(with_sums(Classify(), names), logits, labels)
     kept = labels != -100
     scores, true = logits[kept].numpy(), labels[kept].numpy()
     found = scores.argmax(1)
@@ -89,9 +83,9 @@ def test_auroc_is_the_share_of_pairs_in_order_where_scores_differ_by_more_than_a
     score = (logits[:, 1] - logits[:, 0])[kept]
     above = score[labels[kept] == 1][:, None] - score[labels[kept] == 0]
     pairs = ((above > 0).double() + (above == 0).double() / 2).mean()
-    measures = measured(with_metrics(Classify(), ["auroc"]), logits, labels)
+    measures = measured(with_sums(Classify(), ["auroc"]), logits, labels)
     assert measures["auroc"] == pytest.approx(float(pairs), abs=1e-3)
-    constant = measured(with_metrics(Classify(), ["auroc"]), 0 * logits, labels)
+    constant = measured(with_sums(Classify(), ["auroc"]), 0 * logits, labels)
     assert constant["auroc"] == 0.5
 
 
@@ -99,7 +93,7 @@ def test_numbers_have_the_moments_of_regression():
     torch.manual_seed(1)
     labels = torch.randn(COUNT, 2, dtype=torch.float64) + 3
     found = labels + torch.randn(COUNT, 2, dtype=torch.float64) / 2
-    objective = with_metrics(Numbers(), ["mse", "mae", "r2", "pearson"])
+    objective = with_sums(Numbers(), ["mse", "mae", "r2", "pearson"])
     gap, far = found - labels, labels - labels.mean(0)
     expected = {
         "mse": gap.square().mean(),
@@ -123,7 +117,7 @@ def test_labels_of_which_several_apply_are_counted_for_each_as_scikit_learn_does
     expected = {"accuracy": float((found == true).double().mean())}
     for average in ("macro", "micro"):
         expected[f"f1_{average}"] = f1_score(true, found, average=average, zero_division=0)
-    objective = with_metrics(Numbers(loss="binary_cross_entropy"), [*expected])
+    objective = with_sums(Numbers(loss="binary_cross_entropy"), [*expected])
     assert measured(objective, logits, labels) == pytest.approx(expected, rel=1e-12)
 
 
@@ -141,7 +135,7 @@ class Near(NextToken):
 def test_metrics_of_one_s_own_are_means_over_labels_or_what_their_figures_make_of_them():
     logits, labels = drawn(6)
     gap = (logits.argmax(-1) - labels)[labels != -100].double()
-    measures = measured(with_metrics(Near(), ["accuracy"]), logits, labels)
+    measures = measured(with_sums(Near(), ["accuracy"]), logits, labels)
     expected = {
         "accuracy": float((gap == 0).double().mean()),
         "near": float((gap.abs() <= 1).double().mean()),
@@ -153,9 +147,9 @@ def test_metrics_of_one_s_own_are_means_over_labels_or_what_their_figures_make_o
 def test_a_metric_of_other_labels_is_refused():
     fault = r"\[top_5\]: no metric of ModelLoss: it shows no logits and labels"
     with pytest.raises(ConfigError, match=rf"^objective\.metrics={fault}"):
-        check_metrics(ModelLoss(), ["top_5"])
+        with_sums(ModelLoss(), ["top_5"])
 
 
 def test_nothing_is_summed_while_training():
-    assert statistics_of(with_metrics(Near(), ["f1"]), *drawn(6)) == {}
+    assert statistics_of(with_sums(Near(), ["f1"]), *drawn(6)) == {}
     assert METRIC_OF.keys() == {*KNOWN_METRICS["sums"]}, "what a config takes is what there is"

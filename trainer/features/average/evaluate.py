@@ -15,7 +15,6 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import AVERAGED
 from trainer.core.rows import Row, row
 from trainer.core.stateful import Stateful
-from trainer.report.metrics import Means
 from trainer.training.data import HeldOut
 from trainer.training.evaluation import evaluate_parts
 from trainer.training.loop import OpenRun
@@ -54,11 +53,12 @@ class AveragedWeights(Feature):
                 text += f"; evaluations give {AVERAGED}_loss too, and take twice as long"
         return [row("average", text, group="asked")]
 
-    def further_means(self, run: OpenRun, held_out: Mapping[str, HeldOut]) -> Means:
+    def further_means(
+        self, run: OpenRun, held_out: Mapping[str, HeldOut]
+    ) -> Mapping[str, Mapping[str, float]]:
         """See the base class; statistics of BatchNorm are estimated for the average."""
         if self.average is None or not self.is_evaluated:
             return {}
-        model = run.context.parallel
-        with self.average.in_place(), run.evaluating(model, run.feed):
+        with self.average.in_place(), run.evaluating(run.context, run.feed):
             found = evaluate_parts(run.context, held_out, run.was_asked)
         return {f"{AVERAGED}_{name}".rstrip("_"): means for name, means in found.items()}

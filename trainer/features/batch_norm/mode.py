@@ -22,7 +22,6 @@ from trainer.config.messages import first_of
 from trainer.core.coupling import Coupling
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, join_parts, row
-from trainer.core.world import World
 from trainer.features.batch_norm.checks import check_layers, check_lone_samples
 from trainer.features.batch_norm.layers import (
     BatchNormLayer,
@@ -32,8 +31,8 @@ from trainer.features.batch_norm.layers import (
     use_mode,
 )
 from trainer.models.norms import normalizes_batch
-from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed
+from trainer.training.context import StepContext
 
 # Samples that are normalised together, where nobody says.
 DEFAULT_GROUP = 32
@@ -105,9 +104,9 @@ class BatchNormMode(Feature, ABC):
         check_layers(self, run)
         check_lone_samples(run)
 
-    def parts(self, module: nn.Module, world: World) -> Sequence[RunningStatistics]:
+    def parts(self, run: Run) -> Sequence[RunningStatistics]:
         """See the base class."""
-        return [RunningStatistics(module, world)]
+        return [RunningStatistics(run.model.module, run.world)]
 
     def rows(self, run_plan: RunPlan) -> Sequence[Row]:
         """See the base class; of a model without BatchNorm there is nothing to say."""
@@ -160,11 +159,11 @@ class BatchNormMode(Feature, ABC):
             return None
         return f"batchnorm.precise={self.precise}"
 
-    def evaluating(self, model: Parallel, feed: Feed) -> AbstractContextManager[object]:
+    def evaluating(self, context: StepContext, feed: Feed) -> AbstractContextManager[object]:
         """See the base class."""
         if self.precise is None:
             return nullcontext()
-        return precise_statistics(model, feed, self.precise)
+        return precise_statistics(context.parallel, feed, self.precise)
 
 
 def _scope(mode: BatchNormMode, run_plan: RunPlan) -> str:

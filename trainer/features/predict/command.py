@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.assemble.build import end_if_stopped
-from trainer.assemble.features import Features
+from trainer.assemble.instantiate import run_features
 from trainer.assemble.saved import Saved
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import load_step
@@ -38,7 +37,7 @@ def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     opened = list[RecordPredictor]()
     with suppress(Preempted):
         opened.append(open_predictor(config, Saved.read(config, loaded, world), world))
-    end_if_stopped(world, not opened)
+    world.end_if_stopped(not opened)
     (predictor,) = opened
     lines = predictor.lines()
     # Every rank computes its share as the first one writes.
@@ -57,7 +56,7 @@ def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     if (table := predictor.loader.dataset.facts.predicted_table) is not None:
         files.append(write_table(table, file, written))
     figures = dict[str, float]()
-    for feature in Features.of(config):
+    for feature in run_features(config):
         figures.update(feature.scores(written.labelled))
     _show(loaded, predictor, written, files, earlier, figures)
     return 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trainer.assemble.data_sets import RunTokenizer, open_data
-from trainer.assemble.features import Features
-from trainer.assemble.instantiate import check_components
+from trainer.assemble.instantiate import check_components, run_features
 from trainer.assemble.loaders import fit_loader, open_loader
 from trainer.assemble.objective import telling_objective, trained_objective
 from trainer.assemble.saved import Saved
@@ -56,7 +55,7 @@ def open_predictor(config: RunConfig, saved: Saved, world: World) -> RecordPredi
 
 def _refuse_estimates(config: RunConfig) -> None:
     """Refuse what needs training data, for those of the run are not read."""
-    for feature in Features.of(config):
+    for feature in run_features(config):
         if (setting := feature.estimates) is not None:
             text = "estimates over the training data of the run, which are not read"
             raise ConfigError(f"{setting}: {text}: type {setting.partition('=')[0]}=null")
