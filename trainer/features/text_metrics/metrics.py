@@ -10,6 +10,13 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, final
 
+from trainer.assemble.instantiate import construct
+from trainer.config.data_sets import component_of
+from trainer.config.metric_names import KNOWN_METRICS, METRICS_KEY, sum_metrics
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError, TrainError
+from trainer.core.user_code import described
+
 _Texts = Sequence[str]
 _Tags = Sequence[Sequence[str]]
 
@@ -31,6 +38,40 @@ class PredictionMetric(ABC):
     def __subclasshook__(cls, kind: type) -> bool:
         """Whether a class has the method, without inheritance."""
         return callable(getattr(kind, "score", None))
+
+
+def prediction_metrics(config: RunConfig) -> list[PredictionMetric]:
+    """Build the metrics of predictions that a config names: ours, and classes of the user's own."""
+    metrics, sums = list[PredictionMetric](), sum_metrics(config.objective.metrics)
+    for each in config.objective.metrics:
+        if each in sums:
+            continue
+        ours = KNOWN_METRICS["predictions"].get(each) if isinstance(each, str) else None
+        section = ours or ({"_target_": each} if isinstance(each, str) else each)
+        is_typed = config.objective.typed_target and ours is None
+        component = component_of({"_target_": None, **section}, METRICS_KEY, typed=is_typed)
+        metrics.append(construct(component, METRICS_KEY, PredictionMetric, config.trust))
+    return metrics
+
+
+def score_lines(
+    metrics: Sequence[PredictionMetric], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Score the lines with a label; no figure where there is none."""
+    labelled = [line for line in lines if line["label"] is not None]
+    predictions = [line["prediction"] for line in labelled]
+    references = [line["label"] for line in labelled]
+    figures = dict[str, float]()
+    for metric in metrics if labelled else ():
+        try:
+            found = metric.score(predictions, references)
+            figures |= {str(name): float(value) for name, value in found.items()}
+        except TrainError:
+            raise
+        except Exception as error:
+            place = f"{METRICS_KEY}: `score` of {type(metric).__name__}"
+            raise ConfigError(f"{place}: {described(error)}") from error
+    return figures
 
 
 @final
