@@ -86,6 +86,19 @@ def pad_samples(
     return fields
 
 
+def stack_rows(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Stack samples of rows, `(rows, time)`, padded on the right to the longest."""
+    longest = max(sample[INPUT_IDS].shape[1] for sample in samples)
+    stacked = dict[str, Tensor]()
+    for name, first in samples[0].items():
+        column = [sample[name] for sample in samples]
+        # One number, as the right choice, is not padded.
+        if first.dim():
+            column = [_grow(field, longest, _fill(name, pad_token)) for field in column]
+        stacked[name] = torch.stack(column)
+    return stacked
+
+
 def pack_samples(
     samples: Sequence[Sample],
     aligned: Collection[str],

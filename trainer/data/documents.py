@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from trainer.config.components import Overlong
 from trainer.core.errors import DataError
 from trainer.core.rows import Row, RunFacts
-from trainer.data.collate import LABELS
+from trainer.data.collate import LABELS, WEIGHT
 from trainer.data.index import Index
 from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord
 from trainer.data.split import HELD_OUT, TRAIN, held_out_mask
@@ -32,6 +32,7 @@ _BLOCK_TOKENS = 2**22
 
 STORED, REAL = np.dtype("<i4"), np.dtype("<f4")
 """What ids, and real numbers, are stored in."""
+WEIGHTED_HEAD = 3  # numbers before the ids of a text with a weight: the counts of both, and it
 
 
 @final
@@ -66,9 +67,9 @@ SampleKind = str | int
 class TextSamples:
     """Samples of texts, each of which is stored as its ids alone.
 
-    The index holds `head` numbers before the ids of each. `documents`, `(samples,)`, is the
-    document of each sample, and `lengths` its tokens. `num_cut`, `(documents,)`, counts tokens that
-    are in no sample. For `overlong` see `ByteDocuments`.
+    The index holds `head` numbers before the ids of each, of which the third is its weight.
+    `documents`, `(samples,)`, is the document of each sample, and `lengths` its tokens. `num_cut`,
+    `(documents,)`, counts tokens that are in no sample. For `overlong` see `ByteDocuments`.
     """
 
     def __init__(
@@ -98,8 +99,7 @@ class TextSamples:
     def ids(self, sample: int) -> IntArray:
         """Give the tokens of a sample, `(length,)`."""
         document, begin = int(self.documents[sample]), int(self._begins[sample])
-        first, last = map(int, self._index.offsets[document : document + 2])
-        body = self._index.blob[first:last].view(self._stored)[self._head :]
+        body = self._index.entry(document, self._stored)[self._head :]
         prefix, suffix = self._ends.prefix, self._ends.suffix
         end = begin + int(self.lengths[sample])
         if self._ends.of_samples:
@@ -114,9 +114,13 @@ class TextSamples:
         return np.concatenate([np.asarray(each) for each in parts]).astype(np.int64)
 
     def read(self, sample: int) -> dict[str, Tensor]:
-        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
+        """Give `input_ids`, int64, as `labels` too, and their `weight`; all `(length,)`."""
         input_ids = torch.from_numpy(self.ids(sample))
-        return {INPUT_IDS: input_ids, LABELS: input_ids}
+        fields = {INPUT_IDS: input_ids, LABELS: input_ids}
+        if self._head == WEIGHTED_HEAD:
+            weight = self._index.entry(int(self.documents[sample]), REAL)[WEIGHTED_HEAD - 1]
+            fields[WEIGHT] = torch.full(input_ids.shape, float(weight))
+        return fields
 
 
 def divide(
@@ -155,8 +159,7 @@ class FieldSamples:
 
     def read(self, sample: int) -> dict[str, Tensor]:
         """Give its fields, int64 but for real numbers."""
-        first, last = map(int, self._index.offsets[sample : sample + 2])
-        numbers = self._index.blob[first:last].view(STORED)
+        numbers = self._index.entry(sample, STORED)
         place, found = len(self._kinds), {}
         for count, (name, kind) in zip(numbers, self._kinds.items(), strict=False):
             values = numbers[place : place + count]

@@ -83,6 +83,12 @@ class Index:
     def __reduce__(self) -> tuple[Callable[[Path, str], Index], tuple[Path, str]]:
         return _open, (self.path, self.key)
 
+    def entry(self, document: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Give what is stored of a document, as numbers."""
+        first, last = self.offsets[document : document + 2].tolist()
+        found: npt.NDArray[Any] = self.blob[first:last].view(dtype)
+        return found
+
 
 def cached_index(
     kind: str, settings: str, files: Mapping[str, os.stat_result], build: Build, *, reader: str = ""

@@ -24,6 +24,7 @@ from trainer.data.prompts import encode_prompt
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
 from trainer.features.hugging_face.formats import Format
+from trainer.features.hugging_face.tokenizers import ends_of
 
 _BEGIN = "Below is an instruction that describes a task"
 _ASKED = "Write a response that appropriately completes the request."
@@ -251,6 +252,6 @@ def prompt_tokens(
         if form == "instruction":
             text = _WITHOUT_INPUT.format(text)
         found = tokenizer(text, add_special_tokens=False, verbose=False)[INPUT_IDS]
-        ids = [*encode.ends_of(tokenizer, is_causal=True).prefix, *found]
+        ids = [*ends_of(tokenizer, is_causal=True).prefix, *found]
     # A tokenizer may have no end-of-text token.
     return ids, [end for end in ends if end is not None]

@@ -16,6 +16,7 @@ from trainer.features.hugging_face.formats import Column, Format, columns_in
 from trainer.features.hugging_face.labels import Labels, find_labels, find_several, labels_in
 from trainer.features.hugging_face.preference_encoder import preference_fields
 from trainer.features.hugging_face.records import RecordSource
+from trainer.features.hugging_face.tokenizers import ends_of
 
 OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
@@ -46,8 +47,8 @@ class EncodeOptions:
     learns: bool = True
     # Whether labels are numbers, whatever they look like
     of_numbers: bool = False
-    # Values by column that records have which are kept
-    filter_by: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # By column, the value or values of records that are kept
+    filter_by: Mapping[str, Any] = field(default_factory=dict)
     # Name and columns of the format that a run read, for records without labels
     trained_format: Mapping[str, Any] | None = None
 
@@ -61,7 +62,7 @@ def fields_of(
 ) -> tuple[encode.FieldsOf, dict[str, Any]]:
     """Choose what encodes a record; labels and choices are looked at first."""
     if form.name == "text":
-        ends = encode.ends_of(tokenizer, is_causal=options.task == "causal_lm")
+        ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
         return partial(encode.text_fields, ends=ends), {}
     if options.overlong == "chunk":
         raise ConfigError(

@@ -9,48 +9,29 @@ from functools import partial
 from typing import Any, Literal, final
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
-from trainer.core.format import plural
-from trainer.core.micro_batch import IGNORED
-from trainer.core.rows import Row, RunFacts, join_parts, row
+from trainer.core.rows import Row, RunFacts
 from trainer.data.chat import LearnedAnswers
-from trainer.data.collate import LABELS, WEIGHT
-from trainer.data.documents import REAL, FieldSamples, TextSamples, TwoSides, samples_of
-from trainer.data.samples import INPUT_IDS, DataFacts, DataRecord, Sample
+from trainer.data.collate import WEIGHT, stack_rows
+from trainer.data.documents import WEIGHTED_HEAD, FieldSamples, TextSamples, TwoSides, samples_of
+from trainer.data.samples import DataFacts, DataRecord
 from trainer.data.split import HOLDOUT, TRAIN, held_out_mask
 from trainer.features.hugging_face.all_records import all_records
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 from trainer.features.hugging_face.choose_encoder import EncodeOptions
-from trainer.features.hugging_face.class_counts import (
+from trainer.features.hugging_face.record_summary import (
     COUNTED,
     classes_row,
     count_classes,
-    stored_numbers,
+    record_rows,
 )
-from trainer.features.hugging_face.encode import ends_of, pad_token_of
-from trainer.features.hugging_face.filter import values_by_column
-from trainer.features.hugging_face.formats import columns_in
 from trainer.features.hugging_face.records import find_records
-from trainer.features.hugging_face.token_cache import (
-    cached_records,
-    vocabulary_digest,
-)
-from trainer.features.hugging_face.tokenizers import read_template
+from trainer.features.hugging_face.token_cache import cached_records, vocabulary_digest
+from trainer.features.hugging_face.tokenizers import ends_of, pad_token_of, read_template
 
 DEFAULT_LENGTH = 1024
-_ASKED = {
-    **{"text": "texts", "label": "texts to label", "tags": "words to tag"},
-    **{"span": "questions on a text", "choices": "questions with choices"},
-    **{"source and target": "texts to rewrite", "pair": "texts to embed"},
-    **{"prompt and completion": "prompts", "instruction": "instructions", "chat": "chats"},
-    **{"preference": "prompts", "comparison": "texts to score"},
-}
-"""What records of each format are called where nothing is learned."""
 
 
 @final
@@ -141,7 +122,7 @@ class HuggingFaceData(TwoSides):
             columns=dict(columns or {}),
             of_numbers=objective == "regression",
             # What is predicted may be without the column.
-            filter_by=values_by_column(filter or {}) if learns else {},
+            filter_by=filter if filter and learns else {},
             model_labels=tuple(model_labels or ()),
             label_names=names,
             max_samples=max_samples,
@@ -179,7 +160,7 @@ class HuggingFaceData(TwoSides):
         collate = None
         # Samples of several rows, as of choices, are padded to the longest row of all.
         if any(isinstance(kind, int) for kind in known.get("kinds", {}).values()):
-            collate = partial(_stacked, pad_token)
+            collate = partial(stack_rows, pad_token)
         counts = None
         if known.get("label_kind") in COUNTED:
             counts = partial(count_classes, self._index, self.original_ids)
@@ -213,8 +194,7 @@ class HuggingFaceData(TwoSides):
         if self._max_length <= len(ends) * ends.of_samples:
             text = "no more than special tokens; set a larger one"
             raise ConfigError(f"data.max_length={self._max_length}: {text}")
-        # A weight stands before the ids, behind the counts of both.
-        head = 3 if WEIGHT in facts["kinds"] else 1
+        head = WEIGHTED_HEAD if WEIGHT in facts["kinds"] else 1
         return TextSamples(self._index, ends, self._max_length, facts["overlong"], head=head)
 
     def _held_out(self, holdout: float, seed: int) -> Any:  # noqa: ANN401 - an array of bool
@@ -280,77 +260,11 @@ class HuggingFaceData(TwoSides):
                 left -= count
         return f"sample {i}"
 
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Give the fields of a sample; of a text each token has the weight of its record."""
-        fields = super().__getitem__(i)
-        if isinstance(self._samples, TextSamples) and WEIGHT in self._index.facts["kinds"]:
-            document = int(self._samples.documents[self.original_ids[i]])
-            weight = stored_numbers(self._index, document)[2:3].view(REAL)
-            fields[WEIGHT] = torch.full(fields[INPUT_IDS].shape, float(weight[0]))
-        return fields
-
     def describe(self, _: RunFacts) -> Sequence[Row]:
         """Say what the records were recognised as, and what became of the others."""
-        known = self._index.facts
-        form, dropped = known["format"], known["dropped"]
-        # `predict` has a line for each of them.
-        if not self._learns:
-            dropped = {}
-        others, unread = known["other_parts"], known["unread"]
-        columns = list[str]()
-        for role, column in known["columns"].items():
-            if column == role:
-                columns.append(role)
-            else:
-                columns.append(f"{role}: {' and '.join(columns_in(column))}")
-        kind = form
-        if not self._learns:
-            kind = _ASKED[form]
-        count, (divided, answers) = sum(dropped.values()), known["divided"]
-        # What is left of a longer record has just so many tokens.
-        cut = 0
-        if known["overlong"] == "cut" and not self._learns:
-            cut = int(np.count_nonzero(self._samples.lengths >= self._max_length))
-        text = join_parts(
-            f"{kind} ({', '.join(columns)})",
-            known.get("pairs"),
-            known["kept"] and "{:,} of {:,} records by data.filter".format(*known["kept"]),
-            count and f"{count:,} left out",
-            divided
-            and f"{plural(divided, 'conversation')} became {answers:,} samples, one for "
-            "each answer",
-            known.get("are_whole") and "real numbers, as 5.0 is (5 would be a class)",
-            cut and f"{cut:,} of data.max_length={self._max_length} tokens, the rest is not read",
-            self._learns and unread and f"{plural(len(unread), 'column')} not read",
-        )
-        about = {"data_format": form, "data_columns": known["columns"]}
-        more = join_parts(
-            *(f"{count:,} {why} left out" for why, count in dropped.items()),
-            others and f"other parts: {', '.join(others)}",
-            unread and f"not read: {', '.join(unread)}",
-        )
-        rows = [
-            row("", text, group="asked", **about),
-            row("", more, num_dropped=dropped, unread_columns=unread, divided=known["divided"]),
-            *self._source.listing.describe(),
-        ]
-        if known.get("label_kind") in COUNTED:
+        learns, lengths = self._learns, self._samples.lengths
+        rows = record_rows(self._index.facts, lengths, self._max_length, learns=learns)
+        rows += self._source.listing.describe()
+        if self._index.facts.get("label_kind") in COUNTED:
             rows.append(classes_row(self._index, self.original_ids))
         return rows
-
-
-def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Stack samples of rows, `(rows, time)`, padded on the right to the longest."""
-    longest = max(sample[INPUT_IDS].shape[1] for sample in samples)
-    stacked = dict[str, Tensor]()
-    for name in samples[0]:
-        fill = {INPUT_IDS: pad_token, LABELS: IGNORED}.get(name, 0)
-        column = list[Tensor]()
-        for sample in samples:
-            field = sample[name]
-            # One number, as the right choice, is not padded
-            if field.dim():
-                field = F.pad(field, (0, longest - field.shape[1]), value=fill)
-            column.append(field)
-        stacked[name] = torch.stack(column)
-    return stacked

@@ -240,32 +240,3 @@ def text_of(record: RoleValues, role: str) -> str:
     if not text.strip():
         raise ValueError(f"its {role} is empty")
     return text
-
-
-def ends_of(tokenizer: Any, *, is_causal: bool) -> Ends:  # noqa: ANN401 - a tokenizer
-    """Find the special tokens that a tokenizer puts around a text.
-
-    A document that a causal model learns has an end in any case.
-    """
-    plain = [*tokenizer(["a"], add_special_tokens=False)[INPUT_IDS][0]]
-    whole = [*tokenizer(["a"], add_special_tokens=True)[INPUT_IDS][0]]
-    # It stays 0 where special tokens change how the text is written.
-    at = 0
-    for place in range(len(whole) - len(plain) + 1):
-        if whole[place : place + len(plain)] == plain:
-            at = place
-            break
-    prefix, suffix = whole[:at], whole[at + len(plain) :]
-    eos = getattr(tokenizer, "eos_token_id", None)
-    if is_causal and eos is not None and eos not in suffix:
-        suffix = [*suffix, eos]
-    return Ends(tuple(prefix), tuple(suffix), of_samples=not is_causal)
-
-
-def pad_token_of(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer
-    """Find what to pad with, as the field does: the tokenizer's own, else its end, else 0."""
-    for name in ("pad_token_id", "eos_token_id"):
-        number: int | None = getattr(tokenizer, name, None)
-        if number is not None:
-            return number
-    return 0

@@ -14,11 +14,11 @@ from trainer.features.hugging_face.encode import (
     RecordFields,
     RoleValues,
     number_in,
-    pad_token_of,
     text_of,
 )
 from trainer.features.hugging_face.formats import column_value
 from trainer.features.hugging_face.labels import Labels
+from trainer.features.hugging_face.tokenizers import pad_token_of
 
 TYPE_IDS = "token_type_ids"
 
@@ -139,7 +139,7 @@ def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) 
     if not is_asked and (not isinstance(label, int) or not 0 <= label < len(choices)):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
     found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)
-    fields: dict[str, Any] = {**padded_rows(found, pad_token_of(encoder.tokenizer))}
+    fields: dict[str, Any] = {**padded_rows(found, encoder.tokenizer)}
     if not is_asked:
         fields[LABELS] = label
     return fields
@@ -154,10 +154,13 @@ def target_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     return {INPUT_IDS: source[INPUT_IDS], LABELS: target[INPUT_IDS]}
 
 
-def padded_rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, list[list[int]]]:
+def padded_rows(
+    found: Mapping[str, list[list[int]]],
+    tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
+) -> dict[str, list[list[int]]]:
     """Pad the rows of a sample to the longest."""
     longest = max(map(len, found[INPUT_IDS]))
-    fills = {INPUT_IDS: pad_token, ATTENTION_MASK: 0, TYPE_IDS: 0, LABELS: IGNORED}
+    fills = {INPUT_IDS: pad_token_of(tokenizer), ATTENTION_MASK: 0, TYPE_IDS: 0, LABELS: IGNORED}
     rows = {}
     for name, fill in fills.items():
         if name in found:

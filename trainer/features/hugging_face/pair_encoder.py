@@ -18,7 +18,6 @@ from trainer.features.hugging_face.encode import (
     RecordFields,
     RoleValues,
     number_in,
-    pad_token_of,
     text_of,
 )
 from trainer.features.hugging_face.label_encoders import TYPE_IDS, padded_rows
@@ -62,7 +61,7 @@ class Pairs:
         found = encoder.tokenize(texts, return_attention_mask=True)
         if not all(found[INPUT_IDS]):
             raise ValueError("one of its texts has no tokens")
-        fields: dict[str, Any] = padded_rows(found, pad_token_of(encoder.tokenizer))
+        fields: dict[str, Any] = padded_rows(found, encoder.tokenizer)
         # They are 0 of a single text, as a model that gets none takes them.
         fields.pop(TYPE_IDS, None)
         if "score" in record:

@@ -63,7 +63,7 @@ def preference_fields(
         raise encode.DroppedError(SAME)
     if scores:
         del rows[LABELS]
-    fields: dict[str, Any] = padded_rows(rows, encode.pad_token_of(encoder.tokenizer))
+    fields: dict[str, Any] = padded_rows(rows, encoder.tokenizer)
     if scores and "margin" in record:
         fields["margin"] = _margin(record["margin"])
     return fields

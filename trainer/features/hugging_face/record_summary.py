@@ -1,21 +1,77 @@
-"""Count the labels of each class in an index of records with labels."""
+"""Say what records were recognised as, and count the labels of each class."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.core.format import plural
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, join_parts, row
 from trainer.data.described import MOST_CLASSES
 from trainer.data.documents import REAL, STORED
 from trainer.data.index import Index
+from trainer.features.hugging_face.formats import columns_in
 from trainer.plan.cut import IntArray
 
 COUNTED = ("classes", "flags")
 """Kinds of labels that are counted."""
+_ASKED = {
+    **{"text": "texts", "label": "texts to label", "tags": "words to tag"},
+    **{"span": "questions on a text", "choices": "questions with choices"},
+    **{"source and target": "texts to rewrite", "pair": "texts to embed"},
+    **{"prompt and completion": "prompts", "instruction": "instructions", "chat": "chats"},
+    **{"preference": "prompts", "comparison": "texts to score"},
+}
+"""What records of each format are called where nothing is learned."""
+
+
+def record_rows(
+    known: Mapping[str, Any], lengths: IntArray, max_length: int, *, learns: bool
+) -> list[Row]:
+    """Say what the records were recognised as, and what became of the others.
+
+    `known` are the facts of the cache, and `lengths`, `(samples,)`, of at most so many tokens.
+    """
+    form, dropped, unread = known["format"], known["dropped"], known["unread"]
+    kind, cut = form, 0
+    if not learns:
+        # `predict` has a line for each that is left out.
+        kind, dropped = _ASKED[form], {}
+        # What is left of a longer record has just so many tokens.
+        if known["overlong"] == "cut":
+            cut = int(np.count_nonzero(lengths >= max_length))
+    columns = list[str]()
+    for role, column in known["columns"].items():
+        if column == role:
+            columns.append(role)
+        else:
+            columns.append(f"{role}: {' and '.join(columns_in(column))}")
+    count, (divided, answers) = sum(dropped.values()), known["divided"]
+    text = join_parts(
+        f"{kind} ({', '.join(columns)})",
+        known.get("pairs"),
+        known["kept"] and "{:,} of {:,} records by data.filter".format(*known["kept"]),
+        count and f"{count:,} left out",
+        divided
+        and f"{plural(divided, 'conversation')} became {answers:,} samples, one for each answer",
+        known.get("are_whole") and "real numbers, as 5.0 is (5 would be a class)",
+        cut and f"{cut:,} of data.max_length={max_length} tokens, the rest is not read",
+        learns and unread and f"{plural(len(unread), 'column')} not read",
+    )
+    about = {"data_format": form, "data_columns": known["columns"]}
+    more = join_parts(
+        *(f"{count:,} {why} left out" for why, count in dropped.items()),
+        known["other_parts"] and f"other parts: {', '.join(known['other_parts'])}",
+        unread and f"not read: {', '.join(unread)}",
+    )
+    return [
+        row("", text, group="asked", **about),
+        row("", more, num_dropped=dropped, unread_columns=unread, divided=known["divided"]),
+    ]
 
 
 def count_classes(index: Index, records: IntArray) -> IntArray:
@@ -24,7 +80,7 @@ def count_classes(index: Index, records: IntArray) -> IntArray:
     count, labels = known["num_classes"], list[npt.NDArray[Any]]()
     if known["format"] == "tags":
         for record in records.tolist():
-            numbers = stored_numbers(index, record)
+            numbers = index.entry(record, STORED)
             labels.append(numbers[-int(numbers[len(known["kinds"]) - 1]) :])
     else:
         ends = index.offsets[1:][records, None] // STORED.itemsize
@@ -49,10 +105,3 @@ def classes_row(index: Index, records: IntArray) -> Row:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
     label = "labels" if kind == "flags" else kind
     return row(label, join_parts(*shown), group="asked", class_counts=counts, label_kind=kind)
-
-
-def stored_numbers(index: Index, record: int) -> npt.NDArray[Any]:
-    """Give what is stored of a record: how many numbers each field has, then the numbers."""
-    first, last = map(int, index.offsets[record : record + 2])
-    numbers: npt.NDArray[Any] = index.blob[first:last].view(STORED)
-    return numbers

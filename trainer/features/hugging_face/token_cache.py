@@ -29,7 +29,7 @@ from trainer.features.hugging_face.choose_encoder import (
     records_of_parts,
     weighs_samples,
 )
-from trainer.features.hugging_face.filter import selected_rows
+from trainer.features.hugging_face.filter import selected_rows, values_by_column
 from trainer.features.hugging_face.formats import Format, as_trained, recognise
 from trainer.features.hugging_face.records import RecordSource
 from trainer.plan.cut import IntArray
@@ -68,7 +68,8 @@ def cached_records(
             selected, num_records = dict[str, Any](), sum(map(len, parts.values()))
             if options.filter_by:
                 is_json, place = source.kind == "json", f"data.path={source.path}"
-                selected = selected_rows(place, parts, options.filter_by, is_json=is_json)
+                values = values_by_column(options.filter_by)
+                selected = selected_rows(place, parts, values, is_json=is_json)
                 parts = {part: parts[part].select(own) for part, own in selected.items()}
             form = _recognised(source, parts, options)
             first = islice(records_of_parts(source, parts), _LOOKED_AT)

@@ -11,6 +11,8 @@ from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, shown_path
 from trainer.core.hub_cache import model_folder, read_cache_without_network
+from trainer.data.documents import Ends
+from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face.added_tokens import with_tokens
 from trainer.features.hugging_face.model_folder import not_found
 
@@ -110,6 +112,35 @@ def read_template(typed: str | None) -> str | None:
         text = f"no such file, and no template, which has {{.{did_you_mean_file(typed)}"
         raise ConfigError(f"data.chat_template={typed}: {text.removesuffix('.')}")
     return file.read_text()
+
+
+def ends_of(tokenizer: Any, *, is_causal: bool) -> Ends:  # noqa: ANN401 - a tokenizer
+    """Find the special tokens that a tokenizer puts around a text.
+
+    A document that a causal model learns has an end in any case.
+    """
+    plain = [*tokenizer(["a"], add_special_tokens=False)[INPUT_IDS][0]]
+    whole = [*tokenizer(["a"], add_special_tokens=True)[INPUT_IDS][0]]
+    # It stays 0 where special tokens change how the text is written.
+    at = 0
+    for place in range(len(whole) - len(plain) + 1):
+        if whole[place : place + len(plain)] == plain:
+            at = place
+            break
+    prefix, suffix = whole[:at], whole[at + len(plain) :]
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if is_causal and eos is not None and eos not in suffix:
+        suffix = [*suffix, eos]
+    return Ends(tuple(prefix), tuple(suffix), of_samples=not is_causal)
+
+
+def pad_token_of(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer
+    """Find what to pad with, as the field does: the tokenizer's own, else its end, else 0."""
+    for name in ("pad_token_id", "eos_token_id"):
+        number: int | None = getattr(tokenizer, name, None)
+        if number is not None:
+            return number
+    return 0
 
 
 def _has_tokenizer(folder: Path) -> bool:
