@@ -56,7 +56,7 @@ class AveragedWeights(Feature):
     def further_means(
         self, run: OpenRun, held_out: Mapping[str, HeldOut]
     ) -> Mapping[str, Mapping[str, float]]:
-        """See the base class; statistics of BatchNorm are estimated for the average."""
+        """See the base class; other features estimate what they need for the average."""
         if self.average is None or not self.is_evaluated:
             return {}
         with self.average.in_place(), run.evaluating(run.context, run.feed):

@@ -24,7 +24,7 @@ def with_tokens(tokenizer: Any, words: Sequence[str] | None) -> Any:  # noqa: AN
     """
     if not words:
         return tokenizer
-    from transformers import AddedToken  # noqa: PLC0415 - seconds, and only for this option
+    from tokenizers import AddedToken  # noqa: PLC0415 - only for this option
 
     known, new, before = list[str](), list[Any](), tokenizer.get_vocab()
     for word in dict.fromkeys(words):
@@ -42,7 +42,7 @@ def with_tokens(tokenizer: Any, words: Sequence[str] | None) -> Any:  # noqa: AN
 
 
 @torch.no_grad()
-def begin_rows(model: Any, ids: Sequence[int]) -> None:  # noqa: ANN401 - of transformers
+def begin_rows(model: Any, ids: Sequence[int]) -> None:  # noqa: ANN401 - of any class
     """Make rows of new tokens the mean of those of all tokens before them, in place.
 
     A table that is padded beyond its tokenizer has free rows, which are taken first. Weights that

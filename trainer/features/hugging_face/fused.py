@@ -1,4 +1,4 @@
-"""Say which weights of transformers' models are several matrices, or lie transposed."""
+"""Say which weights of Hugging Face models are several matrices, or lie transposed."""
 
 from __future__ import annotations
 
