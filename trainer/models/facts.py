@@ -65,6 +65,8 @@ class ModelFacts:
     omit_mask: Callable[[], object] | None = None
     # Has it attend to packed documents one by one, and gives what undoes that; None where it cannot
     attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
+    # By name, what has it, or a copy, attend by a kernel; a RuntimeError where it has none such
+    kernels: Callable[[], Mapping[str, Callable[[nn.Module], None]]] = dict
     # Switches its adapter off inside a block: then it is the model that training began with
     without_adapter: Callable[[], AbstractContextManager[None]] | None = None
     # Continues a prompt as its library does, and calls with each token; None where it does not

@@ -1,4 +1,4 @@
-"""Have a model of transformers attend to the documents of a packed row one by one.
+"""Choose the kernel by which a model of transformers attends: one by documents of a packed row.
 
 Its own `sdpa` scores every pair of positions of the row, and masks what lies in other documents.
 On a CPU that is most of the time of a row of several thousand tokens.
@@ -6,7 +6,8 @@ On a CPU that is most of the time of a row of several thousand tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,12 +34,24 @@ def attend_by_document(module: nn.Module) -> Callable[[], None] | None:
 
     AttentionInterface.register(BY_DOCUMENT, _attend)
     AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)
-    choose: Callable[[str], None] = module.set_attn_implementation  # type: ignore[assignment] # of transformers
-    choose(BY_DOCUMENT)
+    with suppress(RuntimeError):
+        _choose(BY_DOCUMENT, module)
+        return partial(_choose, "sdpa", module)
+    return None
+
+
+def kernels_of(module: nn.Module) -> Mapping[str, Callable[[nn.Module], None]]:
+    """Give what has a model, or a copy of it, attend by each kernel that needs no other library."""
+    if not hasattr(module, "set_attn_implementation"):
+        return {}
+    return {f"attn_implementation={name}": partial(_choose, name) for name in ("eager", "sdpa")}
+
+
+def _choose(name: str, module: Any) -> None:  # noqa: ANN401 - of an untyped library
+    module.set_attn_implementation(name)
     # transformers warns, and keeps the kernel, where a model does not take the one chosen.
-    if config._attn_implementation != BY_DOCUMENT:
-        return None
-    return partial(choose, "sdpa")
+    if module.config._attn_implementation != name:
+        raise RuntimeError(f"{type(module).__name__} has no {name}")
 
 
 def _attend(

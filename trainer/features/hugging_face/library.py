@@ -20,7 +20,7 @@ from trainer.core.format import DTYPE_WORDS, python_text
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.micro_batch import Fields
 from trainer.features.hugging_face import classes, lora
-from trainer.features.hugging_face.by_document import attend_by_document
+from trainer.features.hugging_face.by_document import attend_by_document, kernels_of
 from trainer.features.hugging_face.continuation import GENERATING, continue_prompt
 from trainer.features.hugging_face.fused import known_fused
 from trainer.features.hugging_face.model_folder import (
@@ -131,6 +131,7 @@ class HuggingFace(ModelLibrary):
             max_positions=_positions_of(module),
             stored_dtypes=partial(_stored_dtypes, source),
             attend_by_document=partial(attend_by_document, module),
+            kernels=partial(kernels_of, module),
             fused=partial(known_fused, module),
             without_adapter=lora.switch_of(module),
         )

@@ -24,6 +24,7 @@ from trainer.features.matrix.compared import (
 )
 from trainer.features.matrix.matrix import AxisFound
 from trainer.features.matrix.rounding import rounding_bound
+from trainer.models.facts import facts_of
 from trainer.objectives.next_token import TokenEntropy, in_chunks
 from trainer.training.context import StepContext
 from trainer.verify.case import copied
@@ -67,10 +68,8 @@ def _kernels(own: Reference, *, attends: bool) -> Iterator[tuple[str, Change, Wi
     if attends:
         for name, backend in ATTENTION.items():
             yield name, None, partial(sdpa_kernel, [backend])
-    choose: Any = getattr(own.case.module, "set_attn_implementation", None)
-    if callable(choose):
-        for name in ("eager", "sdpa"):
-            yield f"attn_implementation={name}", partial(_attend_by, name), nullcontext
+    for name, choose in facts_of(own.case.module).kernels().items():
+        yield name, choose, nullcontext
     objective, call = context.model.objective, context.model.bind(own.case.module)
     has_layer = getattr(call, "output_layer", None) is not None
     if isinstance(objective, TokenEntropy) and has_layer and not objective.z_loss:
@@ -111,13 +110,6 @@ class _WithoutDropout(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.attends, args, kwargs = True, args[:4], {**kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
-
-
-def _attend_by(name: str, module: Any) -> None:  # noqa: ANN401 - a model of transformers
-    module.set_attn_implementation(name)
-    # transformers warns, and keeps the kernel, where a model does not take the one chosen.
-    if module.config._attn_implementation != name:
-        raise RuntimeError(f"{type(module).__name__} has no {name}")
 
 
 @contextmanager
