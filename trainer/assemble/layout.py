@@ -24,16 +24,11 @@ def find_layout(
     config: RunConfig, world: World, loader: Loader, model: Model
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
-    module, coupling = model.module, model.coupling
-    data, device = loader.dataset, planned_device(config, world)
+    module, data, device = model.module, loader.dataset, planned_device(config, world)
     request = loader.longest()
     example = row = loader.load(request)
-    unfit = None
-    # What is beside the model is not tried, and may mix documents.
-    is_whole = coupling.kind == "batch" or frozen_of(module) is not None
-    if data.facts.collate is not None or is_whole or INPUT_IDS not in example:
-        unfit = "this data set or objective cannot use packed samples"
-    elif config.accum.packed is not False:
+    unfit = unpackable(model, loader, example)
+    if unfit is None and config.accum.packed is not False:
         try:
             row = loader.load(replace(request, packed=True))
         except DataError as error:
@@ -68,3 +63,12 @@ def find_layout(
     if packed:
         return layout, row
     return layout, example
+
+
+def unpackable(model: Model, loader: Loader, fields: Fields) -> str | None:
+    """Say why samples cannot lie end to end, whatever the module takes; None where they can."""
+    # What is beside the model is not tried, and may mix documents.
+    is_whole = model.coupling.kind == "batch" or frozen_of(model.module) is not None
+    if loader.dataset.facts.collate is not None or is_whole or INPUT_IDS not in fields:
+        return "this data set or objective cannot use packed samples"
+    return None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,8 +33,9 @@ def compare_axes(
     dtype = getattr(torch, report.dtype)
     case, _ = examine(Case(context=copied(context, dtype), dtype=dtype, batch=batch, feed=feed))
     own = Reference.of(case)
+    as_planned = f"{report.global_batch} samples as planned, with: {report.reference}"
     ways: Mapping[str, Callable[[], AxisFound]] = {
-        "cut": partial(_cut, report),
+        "cut": partial(_reported, report.to_json(), as_planned),
         "ranks": partial(_ranks, folder),
         "packing": partial(packing_axis, context, own),
         "recomputation": partial(recomputation_axis, context, own),
@@ -59,20 +61,6 @@ def _tried(way: Callable[[], AxisFound]) -> AxisFound:
     return AxisFound(verdict="not_there", reason=text)
 
 
-def _cut(report: VerifyReport) -> AxisFound:
-    """Repeat what verify found."""
-    error, what = report.max_relative_error, f"{report.global_batch} samples as planned, with: "
-    what += report.reference
-    if report.error_without_draws is not None:
-        error, what = report.error_without_draws, f"{what}; without random draws"
-    if report.verdict in {"not_exact", "not_proven"}:
-        module, reason = report.culprits[0]
-        found = AxisFound(verdict="not_exact", reason=reason, module=module)
-    else:
-        found = AxisFound(verdict=proven_word(getattr(torch, report.dtype)), reason=what)
-    return replace(found, measured=error, bound=report.limit, dtype=report.dtype)
-
-
 def _ranks(folder: Path) -> AxisFound:
     """Read what two ranks have found, in processes of their own."""
     path = folder / RunFolder.VERIFY
@@ -80,9 +68,15 @@ def _ranks(folder: Path) -> AxisFound:
         raise NotThere("the model runs in neither float64 nor float32 there, or a launcher began")
     found = read_json(path)
     text = f"{found['global_batch']} samples over two ranks with one process, in one piece"
-    axis = AxisFound(verdict=proven_word(getattr(torch, found["dtype"])), reason=text)
-    if found["verdict"] != "exact":
-        module = found["culprits"][0]
-        axis = AxisFound(verdict="not_exact", **module)
-    error, limit = found["max_relative_error"], found["limit"]
-    return replace(axis, measured=error, bound=limit, dtype=found["dtype"])
+    return _reported(found, text)
+
+
+def _reported(report: Mapping[str, Any], what: str) -> AxisFound:
+    """Repeat what verify found, as verify.json has it."""
+    error, dtype = report["max_relative_error"], report["dtype"]
+    if report["error_without_draws"] is not None:
+        error, what = report["error_without_draws"], f"{what}; without random draws"
+    found = AxisFound(verdict=proven_word(getattr(torch, dtype)), reason=what)
+    if report["verdict"] in {"not_exact", "not_proven"}:
+        found = AxisFound(verdict="not_exact", **report["culprits"][0])
+    return replace(found, measured=error, bound=report["limit"], dtype=dtype)

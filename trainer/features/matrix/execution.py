@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import CheckpointError
 
+from trainer.assemble.layout import unpackable
 from trainer.config.messages import clip
 from trainer.core.errors import ConfigError
-from trainer.data.samples import INPUT_IDS
 from trainer.features.matrix.compared import NotThere, Reference, owner_of_worst, verdict_of
 from trainer.features.matrix.matrix import AxisFound
 from trainer.models.compilation import COMPILED_SHAPES, compile_model
@@ -26,15 +26,12 @@ from trainer.verify.reduced import UNITS, as_step
 
 def packing_axis(context: StepContext, own: Reference) -> AxisFound:
     """Lay documents end to end, and compare with padded ones."""
-    case, loader, unfit = own.case, context.data.loader, None
-    facts, kind = loader.dataset.facts, context.model.coupling.kind
-    if facts.collate is not None or kind == "batch" or INPUT_IDS not in own.pieces[0].fields:
-        unfit = "this data set or objective cannot use packed samples"
-    module, call = context.model.module, context.model.bind(context.model.module)
+    case, loader, model = own.case, context.data.loader, context.model
+    unfit, call = unpackable(model, loader, own.pieces[0].fields), model.bind(model.module)
+    device, fault = context.world.device, partial(packing_fault, loader, model.module, call)
     try:
-        fault = partial(packing_fault, loader, module, call)
-        device, precision = context.world.device, context.model.precision
-        packs(True, module, unfit=unfit, device=device, precision=precision, fault=fault)
+        precision = model.precision
+        packs(True, model.module, unfit=unfit, device=device, precision=precision, fault=fault)
     except ConfigError as error:
         text = str(error).removeprefix("accum.packed=true: ")
         raise NotThere(text.removesuffix("; use accum.packed=false")) from error
@@ -56,24 +53,22 @@ def recomputation_axis(context: StepContext, own: Reference) -> AxisFound:
     """Compute every block again in backward, where casts by hand to float32 are not undone."""
     if not can_recompute(own.case.module):
         raise NotThere("the model has no list of blocks (nn.ModuleList) to recompute")
-    found = None
+    fault = ""
     for dtype in (own.case.dtype, torch.float32):
         case = replace(own.case, context=copied(context, dtype), dtype=dtype)
         try:
             errors, named = compare_recomputed(case, own.pieces, checkpoint_blocks)
         except CheckpointError as error:
-            owner, reason = type(case.module).__name__, clip(f"cannot be recomputed: {error}")
-            found = AxisFound(verdict="not_exact", reason=reason, module=owner)
+            fault = clip(f"cannot be recomputed: {error}")
             continue
-        reason = f"{own.samples}, every block with none; buffers too"
-        found = verdict_of(errors, case.limit_dtype, reason, None)
+        module, reason = None, f"{own.samples}, every block with none; buffers too"
         if not errors.is_exact:
-            found = replace(found, module=owner_of_worst(errors), reason="differs each time")
+            module, reason = owner_of_worst(errors), "differs each time"
         for name, why in named[:1]:
-            found = replace(found, module=name, reason=why.text)
-        break
-    assert found is not None
-    return found
+            module, reason = name, why.text
+        return verdict_of(errors, case.limit_dtype, reason, module)
+    owner = type(own.case.module).__name__
+    return AxisFound(verdict="not_exact", reason=fault, module=owner)
 
 
 def compile_axis(own: Reference) -> AxisFound:
