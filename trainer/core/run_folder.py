@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +227,16 @@ class RunFolder:
     def traceback(self, rank: int) -> Path:
         """Name the file with the traceback and the stacks of a rank that failed."""
         return self.path / self.ERRORS / f"rank{rank}.txt"
+
+
+def by_key(lines: Iterable[str]) -> dict[str, str]:
+    """Give the values of overrides by their keys."""
+    words = dict[str, str]()
+    for line in lines:
+        key, _, value = line.lstrip("+").partition("=")
+        # Hydra takes a nested group by either.
+        words[key.replace("/", ".")] = value
+    return words
 
 
 def is_training(run: RunFolder) -> bool:

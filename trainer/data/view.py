@@ -111,31 +111,29 @@ class DataView:
     @cached_property
     def sources(self) -> Mapping[str, IntArray]:
         """Positions of the samples of each source by its name; none where the data state none."""
-        names, own = self.facts.source_names, self._source_ids
-        if names is None or own is None:
-            return {}
+        names, own = self._source_of_each
         return {name: np.flatnonzero(own == number) for number, name in enumerate(names)}
 
     def source_of(self, i: int) -> str | None:
         """Name the source of a sample; None where the data state none."""
-        names, own = self.facts.source_names, self._source_ids
-        if names is None or own is None:
-            return None
-        return names[int(own[i])]
+        names, own = self._source_of_each
+        return names[int(own[i])] if names else None
 
     def source_counts(self, positions: IntArray) -> dict[str, int]:
         """Count the samples of each source among some, by figures; none where none is stated."""
-        names, own = self.facts.source_names, self._source_ids
-        if names is None or own is None:
+        names, own = self._source_of_each
+        if not names:
             return {}
         counts = np.bincount(own[positions], minlength=len(names)).tolist()
         return {f"{DRAWN}{name}": count for name, count in zip(names, counts, strict=True)}
 
     @cached_property
-    def _source_ids(self) -> npt.NDArray[Any] | None:
-        if self.facts.source_ids is None:
-            return None
-        return np.asarray(self.facts.source_ids)[self.ids(np.arange(len(self)))]
+    def _source_of_each(self) -> tuple[Sequence[str], npt.NDArray[Any]]:
+        """The names of the sources, none where the data state none, and that of each sample."""
+        names, own = self.facts.source_names, self.facts.source_ids
+        if names is None or own is None:
+            return (), np.zeros(0, dtype=np.int64)
+        return names, np.asarray(own)[self.ids(np.arange(len(self)))]
 
     @cached_property
     def lengths(self) -> Lengths:

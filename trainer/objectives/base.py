@@ -335,13 +335,18 @@ def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they 
     )
 
 
-def labels_of(fields: Fields) -> Tensor:
-    """Take the labels out of a micro-batch; they must be there and whole numbers."""
-    if "labels" not in fields:
+def given_labels(fields: Fields) -> Tensor:
+    """Take the labels out of a micro-batch; they must be there."""
+    if LABELS not in fields:
         raise ConfigError(
             f"objective: the data give no field named labels (they give: {', '.join(fields)})"
         )
-    labels = fields["labels"]
+    return fields[LABELS]
+
+
+def labels_of(fields: Fields) -> Tensor:
+    """Take the labels out of a micro-batch; they must be there and whole numbers."""
+    labels = given_labels(fields)
     if labels.is_floating_point() or labels.is_complex():
         raise ConfigError(
             f"objective: labels are {labels.dtype}, but classes and tokens are whole numbers: give "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.lib.hf_toys import TEXTS, save_job_files, write_lines
 from tests.lib.run_support import entries, go, read_json, shell
 from trainer.features.text_metrics.answers import AskedSample, joined
-from trainer.features.text_metrics.metrics import Bleu, ChrF, EntityF1, ExactMatch, RougeL
+from trainer.features.text_metrics.metrics import CorpusScore, EntityF1, ExactMatch, RougeL
 from trainer.models.bind import bind
 from trainer.objectives.next_token import NextToken
 from trainer.objectives.text_output import TextOutput
@@ -32,8 +32,8 @@ def test_texts_are_scored_as_libraries_score_them():
     assert RougeL().score(found, wanted)["rouge_l"] == pytest.approx((6 / 7 + 1) / 2)
     assert RougeL(use_stemmer=True).score(["sitting"], ["sits"])["rouge_l"] == 1.0
     assert ExactMatch().score([" a b", "x"], ["a b ", "y"])["exact_match"] == 0.5
-    assert ChrF().score(["ab"], ["ab"])["chrf"] == pytest.approx(100.0)
-    assert Bleu().score(["a b c d"], ["a b c d"])["bleu"] == pytest.approx(100.0)
+    assert CorpusScore("chrf").score(["ab"], ["ab"])["chrf"] == pytest.approx(100.0)
+    assert CorpusScore("bleu").score(["a b c d"], ["a b c d"])["bleu"] == pytest.approx(100.0)
 
 
 class Next(nn.Module):

@@ -17,6 +17,7 @@ from trainer.objectives.base import (
     Objective,
     Sums,
     at_least_single,
+    given_labels,
     logits_from,
     logits_of,
 )
@@ -98,11 +99,7 @@ class Numbers(Objective):
 
 def _labels(fields: Fields) -> Tensor:
     """Take the labels, as `(batch, numbers)`."""
-    if "labels" not in fields:
-        raise ConfigError(
-            f"objective: the data give no field named labels (they give: {', '.join(fields)})"
-        )
-    labels = fields["labels"]
+    labels = given_labels(fields)
     # A model of one number gives `(batch, 1)`, and data mostly one label a sample.
     if labels.dim() == 1:
         labels = labels[:, None]

@@ -14,7 +14,7 @@ from typing import Any, final
 from trainer.config.messages import flat
 from trainer.config.secrets import without_secrets
 from trainer.core.format import number, shown_path
-from trainer.core.run_folder import RunFolder
+from trainer.core.run_folder import RunFolder, by_key
 from trainer.report import journal
 from trainer.report.journal import Entry, is_number
 
@@ -42,7 +42,7 @@ class SavedRun:
                 words.append(_quoted(_QUOTED.sub(r"\1\2", word)))
         self.typed = without_secrets(" ".join(words), os.environ)
         # The keys of the same
-        self.typed_keys = [word.partition("=")[0].replace("/", ".") for word in files.typed()]
+        self.typed_keys = [*by_key(files.typed())]
         # How it goes, or ended
         self.status = files.status()
         self.state = str(self.status.get("state", "unknown"))
@@ -91,11 +91,8 @@ class SavedRun:
         files, found = self.files, list[str]()
         fork = files.record(RunFolder.FORK)
         # A resumed run's config has none.
-        typed = dict[str, str]()
-        for word in files.typed(first=True):
-            key, _, value = word.partition("=")
-            typed[key] = value.strip("'")
-        init = self.config.get("init") or typed.get("init") or "null"
+        typed = by_key(files.typed(first=True)).get("init", "").strip("'")
+        init = self.config.get("init") or typed or "null"
         step, resumed = fork.get("step"), self.plan.get("resumed_step")
         if init != "null":
             found.append(f"begun with the weights of {shown_path(Path(str(init)))}")

@@ -22,7 +22,7 @@ from trainer.config.messages import clip, show
 from trainer.config.option_files import OWN
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, plural, printable, shown_path
-from trainer.core.run_folder import RunFolder, all_runs, is_training
+from trainer.core.run_folder import RunFolder, all_runs, by_key, is_training
 from trainer.features.runs.state import held_out_of, last_step_of, progress_of, word_of_state
 
 # Wider than any line: what is piped is not cut.
@@ -137,9 +137,7 @@ def _what_differs(runs: Sequence[RunFolder]) -> list[str]:
 def _typed_of(run: RunFolder) -> dict[str, str]:
     """Read what was typed for a run, by key; not its name, and nothing of Hydra's."""
     found = dict[str, str]()
-    for line in run.typed():
-        key, _, value = line.partition("=")
-        key = key.replace("/", ".")
+    for key, value in by_key(run.typed()).items():
         # A run that went on in its own folder
         if key == "resume" and value.strip("'\"").endswith(run.path.name):
             continue

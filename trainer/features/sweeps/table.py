@@ -11,7 +11,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,7 @@ from trainer.config.messages import show
 from trainer.config.metric_mode import is_comparable, rank, title_of
 from trainer.core.durable import write_file_atomic
 from trainer.core.format import figure_name, is_held_out
-from trainer.core.run_folder import RunFolder
+from trainer.core.run_folder import RunFolder, by_key
 from trainer.report.journal import EVAL_SECONDS, stream
 from trainer.report.views import views, write_views
 
@@ -49,7 +49,7 @@ def report(sweep: Sweep, console: Console) -> None:
 
     Where the sweep has no folder yet, nothing is written.
     """
-    planned = [*map(_by_key, sweep.jobs)]
+    planned = [*map(by_key, sweep.jobs)]
     folders, typed = _folders_and_words(sweep.folder, planned)
     # The keys that differ between jobs, in the order they were typed. A job that ran has recorded
     # its paths in full, so jobs are compared as they were planned, but where a search chose them.
@@ -96,7 +96,7 @@ def _folders_and_words(
         lines = RunFolder(folder).typed()
         folders.append(folder)
         if lines or number >= len(planned):
-            typed.append(_by_key(lines))
+            typed.append(by_key(lines))
         else:
             typed.append(planned[number])
     return folders, typed
@@ -153,15 +153,6 @@ def _ranked(rows: list[dict[str, Any]], metric: str, mode: str) -> list[dict[str
         # The key of a job that completed with the metric begins with 0.
         row["rank"] = place if key(row)[0] == 0 else None
     return rows
-
-
-def _by_key(lines: Iterable[str]) -> dict[str, str]:
-    words = dict[str, str]()
-    for line in lines:
-        key, _, value = line.lstrip("+").partition("=")
-        # Hydra takes a nested group by either.
-        words[key.replace("/", ".")] = value
-    return words
 
 
 def _ended(folder: Path) -> dict[str, Any]:

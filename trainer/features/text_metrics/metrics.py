@@ -132,35 +132,22 @@ class RougeL(PredictionMetric):
 
 
 @final
-class ChrF(PredictionMetric):
-    """The F-score of n-grams of characters over all texts, from 0 to 100, by sacreBLEU."""
+class CorpusScore(PredictionMetric):
+    """A score of sacreBLEU over all texts, from 0 to 100, as it computes it by default.
+
+    `chrf` is the F-score of n-grams of characters, and `bleu` that of words by its tokenizer 13a.
+    """
 
     reads = "texts"
 
-    def __init__(self) -> None:
-        from sacrebleu import corpus_chrf  # noqa: PLC0415 - an option
+    def __init__(self, name: Literal["chrf", "bleu"]) -> None:
+        import sacrebleu  # noqa: PLC0415 - an option
 
-        self._score = corpus_chrf
-
-    def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
-        """See the class."""
-        return {"chrf": self._score(predictions, [references]).score}
-
-
-@final
-class Bleu(PredictionMetric):
-    """BLEU over all texts, from 0 to 100, by sacreBLEU and its tokenizer 13a."""
-
-    reads = "texts"
-
-    def __init__(self) -> None:
-        from sacrebleu import corpus_bleu  # noqa: PLC0415 - an option
-
-        self._score = corpus_bleu
+        self._name, self._score = name, getattr(sacrebleu, f"corpus_{name}")
 
     def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
         """See the class."""
-        return {"bleu": self._score(predictions, [references]).score}
+        return {self._name: self._score(predictions, [references]).score}
 
 
 @final
