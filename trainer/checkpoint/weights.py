@@ -63,8 +63,7 @@ class StoredWeights:
     others: Mapping[str, Any] = field(default_factory=dict)
     # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
     frozen: Mapping[str, str] = field(default_factory=dict)
-    # By plain name, what of the model they need not have
-    new: Collection[str] = ()
+    new: Collection[str] = ()  # by plain name, what of the model they need not have
     make_frozen: MakeFrozen = no_frozen  # makes what is beside a model that goes on
 
     @classmethod

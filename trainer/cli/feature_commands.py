@@ -26,8 +26,7 @@ _KEY = re.compile(r"[\w.-]+")
 class FeatureCommand:
     """A command of a feature: `train NAME [WORD ...] [KEY=VALUE ...]`."""
 
-    # A function of the words and of the settings by key, by its path
-    target: str
+    target: str  # a function of the words and of the settings by key, by its path
     help: str  # what it does
     # What may be typed, with its default; of a list it is one of the words, by default the first
     settings: Mapping[str, Any]

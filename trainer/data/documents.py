@@ -206,8 +206,7 @@ def packed_fields(fields: Mapping[str, Any]) -> bytes:
 class ByteEntropies:
     """What counting bytes alone predicts of the held-out text, in nats per predicted token."""
 
-    # Knowing nothing of the text so far
-    unigram: float
+    unigram: float  # knowing nothing of the text so far
     bigram: float  # knowing the token before
 
 
@@ -223,11 +222,9 @@ class TwoSides(Dataset[dict[str, Tensor]]):
     _index: Index
     _samples: TextSamples | FieldSamples  # of both sides
     _split: str  # which side this is
-    # What the samples depend on beside the index and the side
-    _settings: str
+    _settings: str  # what the samples depend on beside the index and the side
     _split_rule: str
-    # None where the documents bring their own parts
-    _holdout: float | None
+    _holdout: float | None  # None where the documents bring their own parts
 
     def _hold_out(self, documents: npt.NDArray[np.bool_]) -> None:
         """Draw the sides: the documents that are held out, `(documents,)`, and the others."""

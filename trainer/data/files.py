@@ -42,8 +42,7 @@ class Listing:
     """Files that were found, and what was passed over beside them."""
 
     files: list[Path] = field(default_factory=list)
-    # How many, by what they are
-    others: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)  # how many, by what they are
 
     def describe(self) -> Sequence[Row]:
         """Say what was passed over."""

@@ -63,22 +63,14 @@ class Index:
     """An open index; pickled as its path and key."""
 
     path: Path  # its folder
-    # What the index was built from
-    key: str
-    # `(bytes,)` uint8, all documents end to end
-    blob: npt.NDArray[np.uint8]
-    # `(documents + 1,)`, where each begins and the last one ends
-    offsets: IntArray
-    # `(documents,)`; documents that share one must fall into the same split
-    groups: KeyArray
-    # SHA-256 of the three arrays
-    digest: str
-    # Records that were left out
-    num_skipped: int
-    # Why the first of them were
-    skipped: tuple[str, ...]
-    # What else is known of all documents
-    facts: Mapping[str, Any]
+    key: str  # what the index was built from
+    blob: npt.NDArray[np.uint8]  # `(bytes,)` uint8, all documents end to end
+    offsets: IntArray  # `(documents + 1,)`, where each begins and the last one ends
+    groups: KeyArray  # `(documents,)`; documents that share one must fall into the same split
+    digest: str  # SHA-256 of the three arrays
+    num_skipped: int  # records that were left out
+    skipped: tuple[str, ...]  # why the first of them were
+    facts: Mapping[str, Any]  # what else is known of all documents
 
     def __reduce__(self) -> tuple[Callable[[Path, str], Index], tuple[Path, str]]:
         return _open, (self.path, self.key)

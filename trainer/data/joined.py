@@ -25,10 +25,8 @@ class MixtureSource:
 
     train: DataView
     held_out: DataView | None
-    # Samples of it in an epoch are proportional to this
-    weight: float
-    # Samples that are in no epoch, as another source holds them out
-    num_left_out: int = 0
+    weight: float  # samples of it in an epoch are proportional to this
+    num_left_out: int = 0  # samples that are in no epoch, as another source holds them out
 
 
 class Joined(Dataset[Sample]):

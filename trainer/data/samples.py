@@ -43,13 +43,11 @@ class DataRecord:
 
     number: int  # from 0
     place: str | None = None  # its file and line, or what else names it
-    # Where its samples are in the data; several where it was divided
-    samples: Sequence[int] = ()
+    samples: Sequence[int] = ()  # where its samples are in the data; several where it was divided
     why_none: str | None = None  # where it has no sample
     # What its own classes stand for, as the choices of a question
     classes: Sequence[str] | None = None
-    # What characters are counted in, as the context of a question
-    text: str | None = None
+    text: str | None = None  # what characters are counted in, as the context of a question
     # The text or tags that the file has, where its records are without them, too
     reference: Any = None
 
@@ -74,8 +72,7 @@ class DataFacts:
     # Of every sample
     # Integers, the tokens of each; else they are measured
     lengths: npt.ArrayLike | None = None
-    # False where reading draws nothing, which saves seeding
-    draws_randomness: bool = True
+    draws_randomness: bool = True  # False where reading draws nothing, which saves seeding
     # Makes fields of samples, in place of padding; it may add or cut tokens, as `lengths` counts
     collate: Callable[[Sequence[Sample]], Any] | None = None
     # Changes a sample that is trained on, with draws of its own for each sample and epoch
@@ -89,41 +86,31 @@ class DataFacts:
     num_classes: int | None = None  # labels are below it
     # What they are, and the numbers of a row where they are numbers or flags: `num_classes` of each
     label_kind: LabelKind | None = None
-    # What `input_ids` are padded with, in place of 0
-    pad_token_id: int | None = None
-    # Most tokens of a sample
-    max_length: int | None = None
+    pad_token_id: int | None = None  # what `input_ids` are padded with, in place of 0
+    max_length: int | None = None  # most tokens of a sample
 
     # For a person
     # Of classes that are words, in their order
     label_names: Sequence[str] | None = None
-    # Counts the labels of each class
-    class_counts: Callable[[], npt.ArrayLike] | None = None
+    class_counts: Callable[[], npt.ArrayLike] | None = None  # counts the labels of each class
     decode: Callable[[Sequence[int]], str] | None = None  # writes tokens as text
     # Writes them without special tokens, as a person reads an answer
     decode_answer: Callable[[Sequence[int]], str] | None = None
-    # Tokens of which each one ends a text that is written
-    answer_ends: Sequence[int] = ()
+    answer_ends: Sequence[int] = ()  # tokens of which each one ends a text that is written
     # Gives the tokens that a sample of a text begins with, and those of which each one ends it
     prompt: Callable[[str], tuple[Sequence[int], Sequence[int]]] | None = None
-    # Names a sample for a message
-    name_of: Callable[[int], str] | None = None
+    name_of: Callable[[int], str] | None = None  # names a sample for a message
     # Rows for the start block: what the records are, and how many of them are no samples
     describe_records: Callable[[RunFacts], Sequence[Row]] = lambda _: ()
     # What `predict` writes a line for, in the order of the files; None: each sample is a record
     predicted_records: Callable[[], Iterator[DataRecord]] | None = None
     # How records are read: `name`, and names of `columns` by role
     record_format: dict[str, Any] | None = None
-    # The file of CSV whose rows are the records
-    predicted_table: Path | None = None
-    # Arguments that do nothing, and why
-    unused: Mapping[str, str] = field(default_factory=dict)
-    # Records that were bad and left out
-    num_skipped: int = 0
-    # Why the first of them were
-    skipped: Sequence[str] = ()
-    # Tokens that `max_length` left out
-    num_cut: int = 0
+    predicted_table: Path | None = None  # the file of CSV whose rows are the records
+    unused: Mapping[str, str] = field(default_factory=dict)  # arguments that do nothing, and why
+    num_skipped: int = 0  # records that were bad and left out
+    skipped: Sequence[str] = ()  # why the first of them were
+    num_cut: int = 0  # tokens that `max_length` left out
     # Of several sources: their names, and the number of each sample's
     source_names: Sequence[str] | None = None
     source_ids: npt.ArrayLike | None = None
@@ -132,10 +119,8 @@ class DataFacts:
 
     # Of data that split themselves
     split_rule: str | None = None  # by what, in words
-    # Share that was asked for
-    holdout: float | None = None
-    # The ids that a person reads
-    original_ids: npt.ArrayLike | None = None
+    holdout: float | None = None  # share that was asked for
+    original_ids: npt.ArrayLike | None = None  # the ids that a person reads
     # Numbers that equal documents share: a mixture trains on none that another source holds out
     contents: npt.ArrayLike | Callable[[], npt.ArrayLike] | None = None
     # What the held-out loss is compared with, over held-out samples by places: a class of floats

@@ -64,21 +64,14 @@ class DataSource:
 class SourceSpec:
     """How a data set is built and parted."""
 
-    # Builds it; takes `split` where `takes_split`
-    build: Callable[..., Any]
-    # Of its class, for messages
-    name: str
-    # Whether it is built for each part, by an argument `split`
-    takes_split: bool
-    # Whether it is one part, as typed, whatever others it has
-    is_part: bool
-    # Share held out where it brings no parts of its own
-    holdout: float
+    build: Callable[..., Any]  # builds it; takes `split` where `takes_split`
+    name: str  # of its class, for messages
+    takes_split: bool  # whether it is built for each part, by an argument `split`
+    is_part: bool  # whether it is one part, as typed, whatever others it has
+    holdout: float  # share held out where it brings no parts of its own
     split_seed: int  # selects which samples
-    # Leave samples out that cannot be read, which the class does not
-    skips: bool
-    # The run's; what samples draw while they are looked for
-    seed: int
+    skips: bool  # leave samples out that cannot be read, which the class does not
+    seed: int  # the run's; what samples draw while they are looked for
 
     def open(self, world: World, *, compares: bool) -> DataSource:
         """Build the data, once where they give their parts, and hold a share out. Collective.

@@ -54,12 +54,9 @@ OWN_PART = ""
 class HeldOutOverlap:
     """What comparing samples of both parts by their contents found."""
 
-    # Samples of the held-out part that were looked for
-    held_out: int
-    # Samples of the training part that they were looked for among
-    training: int
-    # How many of the former are there; all of them, if all samples were compared
-    found: int
+    held_out: int  # samples of the held-out part that were looked for
+    training: int  # samples of the training part that they were looked for among
+    found: int  # how many of the former are there; all of them, if all samples were compared
 
 
 @final
@@ -68,15 +65,12 @@ class Split:
     """How training and held-out samples were parted."""
 
     rule: str  # in words
-    # Share that was asked for; None where the data bring their own parts
-    holdout: float | None
+    holdout: float | None  # share that was asked for; None where the data bring their own parts
     seed: int  # `data.split_seed`.
-    # Of the contents; None where they were not compared
-    overlap: HeldOutOverlap | None = None
+    overlap: HeldOutOverlap | None = None  # of the contents; None where they were not compared
     # Likewise of each named held-out set
     sets: Mapping[str, HeldOutOverlap | None] = field(default_factory=dict)
-    # What a person must know about it
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what a person must know about it
 
     def to_json(self, train: DataView, parts: Mapping[str, DataView]) -> dict[str, Any]:
         """Give splits.json: the rule, the counts, and the held-out ids up to `LISTED_IDS`.

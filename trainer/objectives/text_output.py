@@ -20,11 +20,9 @@ class TextOutput:
 
     # Writes tokens as text, without special ones; None leaves them numbers
     decode: Callable[[Sequence[int]], str] | None = None
-    # Each of them ends a text
-    ends: Collection[int] = ()
+    ends: Collection[int] = ()  # each of them ends a text
     most: int = 64  # tokens that are written
-    # Most tokens of a row, those that it begins with counted
-    limit: int | None = None
+    limit: int | None = None  # most tokens of a row, those that it begins with counted
     # Beyond the vocabulary of the data lie rows of a padded table, which stand for no token
     vocab_size: int | None = None
 

@@ -54,11 +54,9 @@ class Parallel(ABC):
 
     module: nn.Module  # the user's; its parameters are the ones the optimizer steps
     call: Callable[[Fields], Any]  # runs the model on the fields of a micro-batch
-    # Those that are trained, in one order on every rank
-    parameters: Sequence[nn.Parameter]
+    parameters: Sequence[nn.Parameter]  # those that are trained, in one order on every rank
     world: World  # all ranks
-    # Whether sums have the same bits for every number of ranks
-    is_ordered: ClassVar[bool] = False
+    is_ordered: ClassVar[bool] = False  # whether sums have the same bits for every number of ranks
     # Of the step: its policy, how many micro-batches began, and whether there was a last one
     _sync: SyncPolicy = field(default=Deferred(), init=False)
     _index: int = field(default=0, init=False)
@@ -177,8 +175,7 @@ class Replicated(Parallel):
     runs out. Weights must be the same on every rank.
     """
 
-    # Larger gradients are reduced where they lie
-    bucket_bytes: int = BUCKET_BYTES["cpu"]
+    bucket_bytes: int = BUCKET_BYTES["cpu"]  # larger gradients are reduced where they lie
     _overlap: Overlap | None = field(default=None, init=False)
     # In lockstep what is summed over ranks already, a second gradient in memory
     _reduced: list[Tensor | None] = field(default_factory=list, init=False)

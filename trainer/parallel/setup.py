@@ -51,19 +51,13 @@ class ParallelSetup(Described):
     sync: SyncPolicy
     mesh: DeviceMesh | None = None  # of real ranks; None where no rank holds shards
     dtype: torch.dtype | None = None  # that shards are gathered in; None as they are
-    # What sync policies move; None without a choice of them
-    sizes: ModelBytes | None = None
-    # `deterministic=layout`: sums in the same bits for every layout
-    is_ordered: bool = False
+    sizes: ModelBytes | None = None  # what sync policies move; None without a choice of them
+    is_ordered: bool = False  # `deterministic=layout`: sums in the same bits for every layout
     is_open: bool = False  # `sync=auto`
-    # The policy that `sync=auto` is, is the one that the run began with
-    is_begun: bool = False
-    # Of the table of policies; none before there is a plan
-    rows: tuple[Traffic, ...] = ()
-    # A line that says what `sync=auto` is; None where it was not asked
-    why: str | None = None
-    # A line that says what `parallel=auto` weighed; likewise
-    why_mode: str | None = None
+    is_begun: bool = False  # the policy that `sync=auto` is, is the one that the run began with
+    rows: tuple[Traffic, ...] = ()  # of the table of policies; none before there is a plan
+    why: str | None = None  # a line that says what `sync=auto` is; None where it was not asked
+    why_mode: str | None = None  # a line that says what `parallel=auto` weighed; likewise
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""

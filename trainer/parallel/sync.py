@@ -30,8 +30,7 @@ class SyncPolicy(Described):
     # Whether the step's reduction is sent while the last backward of a rank goes on; of whole
     # copies alone (`parallel=ddp`). Ranks agree after it, so a step can be replayed.
     overlaps: bool = False
-    # Whether it is for several copies in shards alone (`parallel=hsdp`)
-    needs_copies: bool = False
+    needs_copies: bool = False  # whether it is for several copies in shards alone (`parallel=hsdp`)
 
     def reduction(self, index: int, *, is_last: bool) -> Reduction:
         """Say what to reduce in a micro-batch of a policy in lockstep, the same on every rank.

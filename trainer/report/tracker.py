@@ -18,17 +18,13 @@ class TrackedRun:
 
     id: str  # random; the same when the run goes on
     name: str | None  # as the user typed it
-    # The sweep's folder; None outside of one
-    group: str | None
-    # Plain values without secrets, as config.yaml has them
-    config: Mapping[str, Any]
+    group: str | None  # the sweep's folder; None outside of one
+    config: Mapping[str, Any]  # plain values without secrets, as config.yaml has them
     plan: Mapping[str, Any]  # as plan.json has it
     run_folder: Path
-    # The tracker's own, in the run folder
-    folder: Path
+    folder: Path  # the tracker's own, in the run folder
     outputs: Path  # where runs are
-    # The last step that does not come again; -1 where the run begins
-    after: int
+    after: int  # the last step that does not come again; -1 where the run begins
     warn: Callable[[str], None]  # with one line
 
 
@@ -38,13 +34,10 @@ class Tracker(ABC):
     One that raises is reported once and called no more; so is one that hangs when the run ends.
     """
 
-    # Imported before `start`; a run is refused where it is not there
-    package: ClassVar[str] = ""
-    # What pip takes to bring it
-    install: ClassVar[str] = ""
+    package: ClassVar[str] = ""  # imported before `start`; a run is refused where it is not there
+    install: ClassVar[str] = ""  # what pip takes to bring it
     is_on: bool = True  # False: the run is not shown
-    # For which the end of a run waits; a command is over within 10 s
-    patience_s: float = 7.0
+    patience_s: float = 7.0  # for which the end of a run waits; a command is over within 10 s
 
     @abstractmethod
     def start(self, run: TrackedRun) -> int | None:

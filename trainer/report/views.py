@@ -26,10 +26,8 @@ _log = logging.getLogger(__name__)
 class View:
     """Shows one run, or several side by side."""
 
-    # A function of run folders and a file, by its path
-    target: str
-    # Its name in the folder of a run or a sweep
-    file: str
+    target: str  # a function of run folders and a file, by its path
+    file: str  # its name in the folder of a run or a sweep
     help: str  # what its command does
     about: str  # what a person finds in the file
     # Functions of run folders whose text the command prints, by what is typed: `to=NAME`

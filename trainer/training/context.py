@@ -47,12 +47,10 @@ MoreFigures = Callable[
 class StepState:
     """What of a model moves in a step beside its weights."""
 
-    # Of the declared state that forwards write, as it was before the step
-    snapshot: Snapshot
+    snapshot: Snapshot  # of the declared state that forwards write, as it was before the step
     # What forwards write and checkpoints save, the same on all ranks after a step
     model_state: ModelState
-    # Of weights, which autocast keeps over the micro-batches of a step
-    casts: Casts
+    casts: Casts  # of weights, which autocast keeps over the micro-batches of a step
 
     @classmethod
     def of(cls, parallel: Parallel, objective: Objective, world: World) -> Self:

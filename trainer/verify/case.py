@@ -188,12 +188,9 @@ class Case:
     size: int = 0  # samples per group of the reference, once it is chosen
     # Whether every micro-batch draws the same numbers, where that is possible
     holds_draws: bool = False
-    # What every copy computes in, by the word of `precision`
-    precision: str = "fp32"
-    # Done to every copy before it computes
-    change: Callable[[nn.Module], object] | None = None
-    # What hand-written casts asked for
-    undone: set[torch.dtype] = field(default_factory=set)
+    precision: str = "fp32"  # what every copy computes in, by the word of `precision`
+    change: Callable[[nn.Module], object] | None = None  # done to every copy before it computes
+    undone: set[torch.dtype] = field(default_factory=set)  # what hand-written casts asked for
     # Names of tensors in plain attributes of modules after a pass
     plain: set[str] = field(default_factory=set)
 

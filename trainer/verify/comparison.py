@@ -41,8 +41,7 @@ class Errors:
     # Max absolute difference over max absolute reference; infinite where it is not finite
     by_name: Mapping[str, float]
     limit: float  # largest that is rounding
-    # Parameters whose error is relative to the largest gradient
-    cancelled: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()  # parameters whose error is relative to the largest gradient
 
     @property
     def largest(self) -> float:

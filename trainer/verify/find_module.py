@@ -89,14 +89,11 @@ class Found(NamedTuple):
     # Those that couple samples, heed padding, keep state or cannot be repeated; fields of the data
     # that change with a sample's neighbours
     modules: NamedReasons
-    # Loss terms and weights of the objective that do not add up
-    sums: NamedReasons
+    sums: NamedReasons  # loss terms and weights of the objective that do not add up
     # Modules that draw at random in training mode only, and can be held
     quiet: Collection[str] = ()
-    # The others that draw; `trace.OUTSIDE` is the objective.
-    loud: Collection[str] = ()
-    # Whether two samples fit into memory, or all of this is empty
-    was_checked: bool = True
+    loud: Collection[str] = ()  # the others that draw; `trace.OUTSIDE` is the objective
+    was_checked: bool = True  # whether two samples fit into memory, or all of this is empty
 
 
 def examine(case: Case) -> tuple[Case, Found]:

@@ -44,22 +44,19 @@ class VerifyReport:
     verdict: Verdict
     # Over parameters, of max absolute difference / max absolute reference
     max_relative_error: float
-    # `whole batch`, or `sample by sample, summed` where the whole does not fit
-    reference: str
+    reference: str  # `whole batch`, or `sample by sample, summed` where the whole does not fit
     dtype: str  # both were computed in, e.g. `float64`.
     num_parameters: int  # tensors compared
     micro_batches: int  # of the planned step
     global_batch: int  # samples of the step
-    # Largest error that is rounding: 1e-10 in float64, 1e-4 in float32
-    limit: float
+    limit: float  # largest error that is rounding: 1e-10 in float64, 1e-4 in float32
     # The same with random draws held, where that is what passes; else None
     error_without_draws: float | None = None
     # Parameters by name with their error, the largest first
     worst: tuple[tuple[str, float], ...] = ()
     # Modules by name, with the reason why they depend on the cut
     culprits: tuple[tuple[str, str], ...] = ()
-    # What a reader of the verdict must know, one line each
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader of the verdict must know, one line each
 
     @property
     def exact(self) -> bool:

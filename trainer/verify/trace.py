@@ -192,8 +192,7 @@ class Difference(NamedTuple):
 
     blamed: list[str]  # modules whose inputs agree and outputs do not, in order
     fields: list[str]  # of the data
-    # Once what was wrong was put right; None where the pass failed
-    losses: Losses | None
+    losses: Losses | None  # once what was wrong was put right; None where the pass failed
     failure: Mapping[str, str]  # what was raised, by the module that was running
 
 

@@ -32,8 +32,7 @@ class MeasuredRun(Feature):
     predicted_bytes: int | None = None
     counted_bytes: int | None = None  # of the limit
     predicted_seconds: float | None = None
-    # On a CPU, what the process has beside its model before the first step
-    other_bytes: int = 0
+    other_bytes: int = 0  # on a CPU, what the process has beside its model before the first step
     # Of the last steps
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
 

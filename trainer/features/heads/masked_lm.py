@@ -28,8 +28,7 @@ class MaskedLM(TokenEntropy):
     that the data label -100. A sample may have none of them: it then has no loss term.
     """
 
-    # Chance of a token to be chosen
-    mlm_probability: Share = 0.15
+    mlm_probability: Share = 0.15  # chance of a token to be chosen
     tokenizer: Any = field(default=None, repr=False, compare=False)  # of any library
 
     def __post_init__(self) -> None:

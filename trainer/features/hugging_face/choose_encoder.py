@@ -41,12 +41,10 @@ class EncodeOptions:
     max_samples: int | None
     max_length: int
     overlong: Overlong | None
-    # By the names of `OF_ANSWERS`
-    of_answers: Mapping[str, Any]
+    of_answers: Mapping[str, Any]  # by the names of `OF_ANSWERS`
     # Whether labels are read; without them each record that is no sample is noted with its reason
     learns: bool = True
-    # Whether labels are numbers, whatever they look like
-    of_numbers: bool = False
+    of_numbers: bool = False  # whether labels are numbers, whatever they look like
     # By column, the value or values of records that are kept
     filter_by: Mapping[str, Any] = field(default_factory=dict)
     # Name and columns of the format that a run read, for records without labels

@@ -61,8 +61,7 @@ class Encoded:
     """A record as it is stored."""
 
     entry: bytes  # the fields
-    # What copies of it share: its ids, whatever its labels are
-    group: bytes
+    group: bytes  # what copies of it share: its ids, whatever its labels are
     kinds: Mapping[str, SampleKind]  # of the fields
 
 
@@ -76,13 +75,10 @@ class RecordEncoder:
     """Turns records of one format into the fields of samples."""
 
     format: Format
-    # Whether a record is JSON, in bytes, in a column `text`
-    is_json: bool
+    is_json: bool  # whether a record is JSON, in bytes, in a column `text`
     tokenizer: Any
-    # Most tokens of a sample
-    max_length: int
-    # What becomes of longer ones
-    overlong: Overlong
+    max_length: int  # most tokens of a sample
+    overlong: Overlong  # what becomes of longer ones
     fields_of: FieldsOf
     # A role; records that are equal in it are copies. None are those of the same ids
     group_by: str | None = None

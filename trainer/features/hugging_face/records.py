@@ -54,21 +54,15 @@ class RecordSource:
     """Where records are read from."""
 
     path: str  # as it was typed
-    # Of the files; `saved` by `save_to_disk`, or a name on the `hub`
-    kind: str
+    kind: str  # of the files; `saved` by `save_to_disk`, or a name on the `hub`
     # By part, the one that is trained on first. Empty for a name on the hub.
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    # Of a name on the hub, its configuration
-    subset: str | None = None
+    subset: str | None = None  # of a name on the hub, its configuration
     part: str | None = None  # which is trained on; None is the one that is called so
-    # Whether no other part is taken beside it
-    one_part_only: bool = False
-    # Parts of the files that are not taken
-    others: Sequence[str] = ()
-    # Of the files, of all parts
-    listing: Listing = field(default_factory=Listing)
-    # Whether bad rows of CSV are records, which say why
-    keeps_bad: bool = False
+    one_part_only: bool = False  # whether no other part is taken beside it
+    others: Sequence[str] = ()  # parts of the files that are not taken
+    listing: Listing = field(default_factory=Listing)  # of the files, of all parts
+    keeps_bad: bool = False  # whether bad rows of CSV are records, which say why
 
     @property
     def digest(self) -> str:

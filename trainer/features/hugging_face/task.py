@@ -21,15 +21,12 @@ class TaskWords:
     objective: str  # an option
     # Ends of the names of classes of transformers that are made for it, the usual one first
     ends: Sequence[str] = ()
-    # What a record may hold, the first that fits first
-    formats: Sequence[str] = ()
-    # The option where samples are pairs of answers
-    of_pairs: str | None = None
+    formats: Sequence[str] = ()  # what a record may hold, the first that fits first
+    of_pairs: str | None = None  # the option where samples are pairs of answers
     peft: str | None = None
     trained_heads: Collection[str] = ()  # which peft trains whole, and loads, whatever files say
     has_classes: bool = False
-    # Whether a head is of the body, and seldom new
-    of_body: bool = False
+    of_body: bool = False  # whether a head is of the body, and seldom new
 
     @property
     def auto_class(self) -> str:

@@ -24,8 +24,7 @@ from trainer.training.loop import OpenRun
 class PrunedJob(Feature):
     """Ends a run that is a job of a search, where others were better by that step."""
 
-    # As `Search.variable` writes it; None of any other run
-    trial: Mapping[str, Any] | None
+    trial: Mapping[str, Any] | None  # as `Search.variable` writes it; None of any other run
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:

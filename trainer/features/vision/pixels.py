@@ -87,10 +87,8 @@ class Pixels:
     """Makes pixels of an image, `(3, height, width)` float32: by a processor, if there is one."""
 
     size: tuple[int, int]  # height and width
-    # What is subtracted from red, green and blue from 0 to 1
-    mean: Sequence[float]
-    # What is divided by then
-    std: Sequence[float]
+    mean: Sequence[float]  # what is subtracted from red, green and blue from 0 to 1
+    std: Sequence[float]  # what is divided by then
     processor: Any = None  # of transformers
 
     def __call__(self, image: Any) -> Tensor:  # noqa: ANN401 - as `open_image` gives it
