@@ -119,10 +119,7 @@ def parallel_setup(
     # at the end.
     in_parts = not config.compile or bool(blocks_of(module))
     overlaps = single_backward and in_parts and not config.deterministic
-    return found.chosen(
-        name,
-        overlaps=overlaps and planned_device(config, world).type != "cpu",
-    )
+    return found.chosen(name, overlaps=overlaps and planned_device(config, world).type != "cpu")
 
 
 def parallel_mode(config: RunConfig, world: World) -> str:

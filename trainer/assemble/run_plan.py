@@ -60,9 +60,7 @@ class RunPlan:
             return None
         peak = peak_flops(run.world.device, run.model.product_word)
         return ModelFlops(
-            per_token=counts.products,
-            per_pair=counts.pairs,
-            peak=peak and peak * run.world.size,
+            per_token=counts.products, per_pair=counts.pairs, peak=peak and peak * run.world.size
         )
 
     @property

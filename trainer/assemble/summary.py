@@ -200,14 +200,7 @@ def _length(run: Run) -> list[Row]:
     typed = chosen.reference or chosen.spec  # before the global batch changed it
     followed, changed = changes(typed, chosen.spec)
     return [
-        row(
-            "steps",
-            text,
-            group="asked",
-            steps=steps,
-            steps_per_epoch=per_epoch,
-            epochs=epochs,
-        ),
+        row("steps", text, group="asked", steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
         row(
             "learning rate",
             rate,

@@ -58,10 +58,7 @@ def feature_commands() -> dict[str, FeatureCommand]:
 
 
 def read_settings(
-    command: str,
-    lines: Sequence[str],
-    settings: Mapping[str, Any],
-    hints: Mapping[str, str],
+    command: str, lines: Sequence[str], settings: Mapping[str, Any], hints: Mapping[str, str]
 ) -> dict[str, str]:
     """Read `key=value` lines; gives the value of each setting, typed or by default.
 

@@ -29,11 +29,7 @@ BUILT_WHOLE = (
 
 
 def announce(
-    opened: OpenRun,
-    run: Run,
-    rows: Sequence[Row],
-    plan: PlanRecord,
-    saved: Saved,
+    opened: OpenRun, run: Run, rows: Sequence[Row], plan: PlanRecord, saved: Saved
 ) -> None:
     """Show what is about to happen, and why the run is laid out as it is."""
     data, config, reporter = run.data.train, run.config, opened.reporter

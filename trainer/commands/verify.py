@@ -74,10 +74,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
 
 
 def write_verdict(
-    report: VerifyReport,
-    folder: Path,
-    loaded: Loaded | None = None,
-    added: Sequence[Added] = (),
+    report: VerifyReport, folder: Path, loaded: Loaded | None = None, added: Sequence[Added] = ()
 ) -> None:
     """Show what was found, and write it into verify.json; `loaded` is the checkpoint behind it."""
     values = report.to_json()

@@ -67,10 +67,7 @@ Stages = Annotated[
         Annotated[int | float, BeforeValidator(parse_count), Field(ge=0)],
         Annotated[int, BeforeValidator(parse_count), Field(ge=1, lt=2**63)],
     ],
-    Field(
-        min_length=1,
-        description="sizes by what batch.at counts, e.g. {0: 64, 20k: 256}",
-    ),
+    Field(min_length=1, description="sizes by what batch.at counts, e.g. {0: 64, 20k: 256}"),
 ]
 StepRanges = Annotated[
     tuple[str, ...],
@@ -250,11 +247,7 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("micro", "steps", "max_tokens"), Count | None),
         "memory": Bytes | None,
     },
-    "data": {
-        "max_length": Pair,
-        "overlong": Overlong,
-        "holdout": Share | Literal["all"],
-    },
+    "data": {"max_length": Pair, "overlong": Overlong, "holdout": Share | Literal["all"]},
     "optimizer": {
         **dict.fromkeys(("lr", "weight_decay"), NonNegative),
         "groups": ParameterGroups,

@@ -325,11 +325,7 @@ class Chat:
         return max(place, 0)
 
     def answer_tokens(
-        self,
-        messages: Sequence[Message],
-        i: int,
-        text: str,
-        encoded: IdsAndPlaces,
+        self, messages: Sequence[Message], i: int, text: str, encoded: IdsAndPlaces
     ) -> range:
         """Find the tokens of answer `i`, its end-of-turn token included."""
         begin, num_given = self.prefix(messages, i, text, encoded)

@@ -53,9 +53,7 @@ class Listing:
 
 
 def files_at(
-    path: Path,
-    takes: Callable[[Path], bool] = lambda _: True,
-    kind: str = "files",
+    path: Path, takes: Callable[[Path], bool] = lambda _: True, kind: str = "files"
 ) -> Listing:
     """List one file, or the files of a folder and its subfolders in order of their names.
 

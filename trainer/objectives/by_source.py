@@ -46,11 +46,7 @@ def figure_of(source: str, term: str, terms: int) -> str:
 
 
 def source_sums(
-    objective: Objective,
-    call: Recorded,
-    fields: Fields,
-    weights: Mapping[str, float],
-    given: Sums,
+    objective: Objective, call: Recorded, fields: Fields, weights: Mapping[str, float], given: Sums
 ) -> dict[str, Tensor]:
     """Sum the loss terms of each source from what the model gave; without a graph.
 

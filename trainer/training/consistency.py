@@ -19,10 +19,7 @@ from trainer.models.first_weights import FirstWeights
 
 
 def check_consistency(
-    world: World,
-    loaders: Sequence[Loader],
-    module: nn.Module,
-    weights: FirstWeights | None = None,
+    world: World, loaders: Sequence[Loader], module: nn.Module, weights: FirstWeights | None = None
 ) -> None:
     """Refuse ranks with other classes, samples or models, bit for bit. Collective."""
     if world.long_timeout_group is None:

@@ -58,11 +58,7 @@ def all_records(
                 if not own and why_none is None:
                     why_none = encode.LONGER
                 yield DataRecord(
-                    number=begun + row,
-                    place=place,
-                    samples=own,
-                    why_none=why_none,
-                    **answer,
+                    number=begun + row, place=place, samples=own, why_none=why_none, **answer
                 )
         begun += num_records
 

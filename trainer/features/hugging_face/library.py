@@ -23,11 +23,7 @@ from trainer.features.hugging_face import classes, lora
 from trainer.features.hugging_face.by_document import attend_by_document, kernels_of
 from trainer.features.hugging_face.continuation import GENERATING, continue_prompt
 from trainer.features.hugging_face.fused import known_fused
-from trainer.features.hugging_face.model_folder import (
-    copy_input_files,
-    read_config,
-    write_pooling,
-)
+from trainer.features.hugging_face.model_folder import copy_input_files, read_config, write_pooling
 from trainer.features.hugging_face.task import TASKS, WORDS, task_of, task_of_class
 from trainer.features.hugging_face.tokenizers import hugging_face_tokenizer, read_template
 from trainer.models.bind import OMITTED

@@ -26,13 +26,7 @@ from trainer.models.facts import facts_of
 from trainer.models.frozen import own_parameters
 from trainer.models.fused import FusedMatrix, fused_matrices
 from trainer.models.output_layer import output_matrices, unmultiplied
-from trainer.optim.optimizers import (
-    AdamW,
-    OptimizerSpec,
-    TrainingJob,
-    all_fuse,
-    without_compiler,
-)
+from trainer.optim.optimizers import AdamW, OptimizerSpec, TrainingJob, all_fuse, without_compiler
 
 SplitGroups = list[dict[str, Any]]
 _USE_MUON = "use_muon"

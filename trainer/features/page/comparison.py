@@ -13,15 +13,7 @@ from typing import final
 from trainer.config.messages import ancestors, show
 from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.core.errors import ConfigError
-from trainer.core.format import (
-    duration,
-    is_held_out,
-    loss,
-    number,
-    plural,
-    short,
-    shown_path,
-)
+from trainer.core.format import duration, is_held_out, loss, number, plural, short, shown_path
 from trainer.core.rows import join_parts
 from trainer.features.page.asked import data_name, model_name
 from trainer.features.page.saved_run import SavedRun, as_mapping, numbers_of

@@ -14,11 +14,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.rows import Row
 from trainer.features.text_metrics.answers import AnswerWriter, PredictedLines
 from trainer.features.text_metrics.checks import refuse_unscored, scoring_rows
-from trainer.features.text_metrics.metrics import (
-    PredictionMetric,
-    prediction_metrics,
-    score_lines,
-)
+from trainer.features.text_metrics.metrics import PredictionMetric, prediction_metrics, score_lines
 from trainer.models.facts import facts_of
 from trainer.objectives.text_output import TextOutput
 from trainer.training.context import StepContext
