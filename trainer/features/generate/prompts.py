@@ -6,18 +6,27 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
 from trainer.assemble.features import Feature
 from trainer.assemble.run import Run
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, Preempted
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.run_folder import RunFolder
-from trainer.data.samples import faults_of
-from trainer.features.generate.next_token import Tokens, scores_behind
+from trainer.data.collate import ATTENTION_MASK
+from trainer.data.samples import INPUT_IDS, faults_of
+from trainer.objectives.base import logits_of
+from trainer.objectives.text_output import TextOutput, continued
 from trainer.report.console import step_text
 from trainer.training.data import Data
 from trainer.training.evaluation import inference
 from trainer.training.loop import OpenRun
+
+Tokens = list[int]
 
 
 @final
@@ -59,14 +68,13 @@ class ContinuedPrompts(Feature):
         """See the base class: the first rank shows what it is that follows each prompt."""
         if not self.texts:
             return
-        prompts, ends, limit = self._encoded(run.feed.data)
-        length = min(max(map(len, prompts)) + self.most, limit)
-        rows = _continued(run, prompts, ends, length, self.most)
-        if rows is None:
-            text = "out of memory; nothing was continued, and the run goes on"
-            run.reporter.warn(f"log.generate: {text}")
-        elif run.context.world.is_main:
-            self._show(run, prompts, rows)
+        world, model = run.context.world, run.context.parallel
+        model.gather()
+        try:
+            with inference(model, world):
+                world.on_main(lambda: self._show(run))
+        finally:
+            model.release()
 
     def _encoded(self, data: Data) -> tuple[list[Tokens], set[int], int]:
         """Give the tokens of each prompt, those that end what follows, and the most of a row."""
@@ -81,15 +89,22 @@ class ContinuedPrompts(Feature):
         # Positions beyond those of the data have not been learned, or are none of the model's.
         return prompts, ends, int(view.facts.max_length or data.lengths.max())
 
-    def _show(self, run: OpenRun, prompts: Sequence[Tokens], rows: Sequence[Tokens]) -> None:
-        """Decode what follows each prompt, onto the screen and into generated.jsonl."""
+    def _show(self, run: OpenRun) -> None:
+        """Continue each prompt, and decode what follows, onto the screen and generated.jsonl."""
         step, decode = run.progress.step, run.feed.data.loader.dataset.facts.decode
-        found = list[str]()
+        prompts, ends, limit = self._encoded(run.feed.data)
+        rows, found = None, list[str]()
+        with AllocationGuard():
+            rows = _continued(run, prompts, ends, self.most, limit)
+        if rows is None:
+            text = "out of memory; nothing was continued, and the run goes on"
+            run.reporter.warn(f"log.generate: {text}")
+            return
         assert decode is not None  # see `check`
         try:
             # Of the whole: what stands alone may be decoded without the space before it.
             for tokens, row in zip(prompts, rows, strict=True):
-                found.append(decode(row)[len(decode(tokens)) :])
+                found.append(decode([*tokens, *row])[len(decode(tokens)) :])
         except Exception as error:  # `decode` is the user's, and the run goes on without
             why = f"{type(error).__name__}: {error}"
             run.reporter.warn(f"log.generate: what follows cannot be decoded: {why}")
@@ -101,41 +116,23 @@ class ContinuedPrompts(Feature):
 
 
 def _continued(
-    run: OpenRun, prompts: Sequence[Tokens], ends: Collection[int], length: int, most: int
-) -> list[Tokens] | None:
-    """Append the likeliest tokens to each prompt, the same on all ranks. Collective.
+    run: OpenRun, prompts: Sequence[Tokens], ends: Collection[int], most: int, limit: int
+) -> list[Tokens]:
+    """Give the likeliest tokens behind each prompt, at most so many, in rows of a length."""
+    device, facts = run.context.world.device, run.feed.data.loader.dataset.facts
+    lengths, fill = [*map(len, prompts)], facts.pad_token_id or 0
+    longest = min(max(lengths) + most, limit)
+    rows = [torch.tensor(tokens, device=device) for tokens in prompts]
 
-    Each token costs a forward of all prompts, padded on the right to one length, so that a compiled
-    or sharded model runs as it does in training; nothing is cached between two. None where memory
-    ran out.
-    """
-    world, model = run.context.world, run.context.parallel
-    rows, is_open = [list(prompt) for prompt in prompts], [True] * len(prompts)
-    model.gather()
-    try:
-        with inference(model, world):
-            for _ in range(most):
-                with AllocationGuard() as guard:
-                    facts = run.feed.data.loader.dataset.facts
-                    scores = scores_behind(
-                        *(model.call, rows, length, world.device),
-                        pad_token_id=facts.pad_token_id,
-                        vocab_size=facts.vocab_size,
-                    )
-                    ids = scores.argmax(-1).tolist()
-                if guard.failed:
-                    ids = []
-                ranks = world.collect([guard.failed, run.was_asked(), ids])
-                if any(asked for _, asked, _ in ranks):
-                    raise Preempted("stopped while prompts were continued")
-                if any(failed for failed, *_ in ranks):
-                    return None
-                # The first rank's, since two kinds of devices may differ in what is likeliest.
-                for place, token in enumerate(ranks[0][-1]):
-                    is_open[place] &= len(rows[place]) < length and token not in ends
-                    rows[place] += [token] * is_open[place]
-                if not any(is_open):
-                    break
-    finally:
-        model.release()
-    return rows
+    def next_logits(ids: Tensor) -> Tensor:
+        if run.was_asked():
+            raise Preempted("stopped while prompts were continued")
+        # All are as long, so that a compiled model runs as it does in training.
+        room = (0, longest - ids.shape[1])
+        mask = F.pad(torch.ones_like(ids), room)
+        fields = {INPUT_IDS: F.pad(ids, room, value=fill), ATTENTION_MASK: mask}
+        return logits_of(run.context.parallel.call(fields))[:, : ids.shape[1]]
+
+    text = TextOutput(ends=ends, most=most, limit=limit, vocab_size=facts.vocab_size)
+    begun = pad_sequence(rows, batch_first=True, padding_value=fill)
+    return continued(next_logits, begun, text, lengths)
