@@ -5,7 +5,6 @@ Config is turned into objects here, and nothing below this room sees it.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from trainer.assemble.typed import TypedParts, batch_sizes
 from trainer.checkpoint.weights import load_step
 from trainer.config.amounts import step_ranges
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import Preempted
 from trainer.core.world import World
 from trainer.plan.order import Order
 from trainer.training.consistency import check_consistency
@@ -96,11 +94,7 @@ def assemble(
 
 def assemble_on_all(config: RunConfig, world: World, saved: Saved) -> Run:
     """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
-    built: list[Run] = []
-    with suppress(Preempted):
-        built.append(assemble(config, world, saved))
-    world.end_if_stopped(not built)
-    (run,) = built
+    run = world.unless_stopped(lambda: assemble(config, world, saved))
     # Files that differ between machines would train another model on each, without a fault.
     loaders = [run.data.loader, *(part.loader for part in run.data.held_out.values())]
     check_consistency(world, loaders, run.model.module, run.model.weights)

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from trainer.checkpoint.matching import state_tensors
-from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.messages import first_of
@@ -23,9 +21,7 @@ TAKEN = "taken_weights"
 def fitting(stored: StoredWeights, model: nn.Module) -> StoredWeights:
     """Leave out what does not fit a model, and note on that what it takes. Collective."""
     values, new = dict[str, StoredTensor](), dict[str, str]()
-    named = state_tensors(model.state_dict(keep_vars=True))
-    expected = {plain_name(name): tensor for name, tensor in named.items()}
-    found = stored.by_names_in(expected)
+    expected, found = stored.in_model(model)
     # Frozen weights are not stored where the run could build them again.
     frozen = {n: t for n, t in expected.items() if n in stored.frozen and not t.is_meta}
     changed = stored.changed(frozen)

@@ -91,10 +91,8 @@ class StoredWeights:
         return self._match(model)[1]
 
     def _match(self, model: nn.Module) -> tuple[dict[str, StoredTensor], str]:
-        """Find the weights and buffers of a model, by the names in its `state_dict`."""
-        named = state_tensors(model.state_dict(keep_vars=True))
-        expected = {plain_name(name): tensor for name, tensor in named.items()}
-        found = self.by_names_in(expected)
+        """Find the weights and buffers of a model, by plain name."""
+        expected, found = self.in_model(model)
         compared, here = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in expected.items():
             # As the constructor gave it, and not stored.
@@ -108,11 +106,12 @@ class StoredWeights:
             elif is_frozen and not tensor.is_meta:
                 here[name] = tensor
         faults = differences_of(found, compared, self.changed(here))
-        return by_own_names(named, found), "; ".join(faults)
+        return found, "; ".join(faults)
 
-    def by_names_in(self, expected: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-        """Give them by the names that a model has for them, a tied one under each of its names."""
-        values = self.values
+    def in_model(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
+        """Give the tensors of a model by plain name, and those in their place, tied ones too."""
+        named = state_tensors(model.state_dict(keep_vars=True))
+        expected, values = {plain_name(name): each for name, each in named.items()}, self.values
         if not any(map(is_beside, expected)):
             values = without_frozen(values)
         found = with_prefix(values, expected)
@@ -122,7 +121,7 @@ class StoredWeights:
             name = first.setdefault(id(tensor), alias)
             if name != alias and (one := found.get(name) or found.get(alias)):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
-        return found
+        return expected, found
 
     def changed(self, here: Mapping[str, Tensor]) -> list[str]:
         """Name the frozen weights that do not have the values that the run had. Collective."""
@@ -145,7 +144,7 @@ class StoredWeights:
                 remedy = "resume with the model that was trained, or use init= to take over weights"
             raise NoCheckpointError(f"{self.source}: does not fit the model: {fault}: {remedy}")
         unread, here = dict[str, StoredTensor](), dict[str, Any]()
-        for name, stored in found.items():
+        for name, stored in by_own_names(state, found).items():
             if state[name].is_meta:
                 unread[name] = stored
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -104,6 +105,14 @@ class World:
             dist.all_gather(texts, padded, group=group)
         pairs = zip(texts, counts, strict=True)
         return [json.loads(bytes(each[:count].tolist())) for each, count in pairs]
+
+    def unless_stopped(self, build: Callable[[], Value]) -> Value:
+        """Build the same on all ranks, unless a signal ends that on any of them. Collective."""
+        built = list[Value]()
+        with suppress(Preempted):
+            built.append(build())
+        self.end_if_stopped(not built)
+        return built[0]
 
     def end_if_stopped(self, was_asked: bool) -> None:
         """End before the first step, by `Preempted`, if a signal asked any rank to. Collective."""

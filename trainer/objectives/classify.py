@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config.components import ClassWeights, Share, Whole
@@ -25,7 +24,7 @@ from trainer.objectives.base import (
 )
 from trainer.objectives.metrics import statistics_of
 from trainer.objectives.text_output import TextOutput
-from trainer.objectives.weighting import count_of, weight_of, weighted
+from trainer.objectives.weighting import count_of, summed_entropy, weight_of, weighted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +112,8 @@ class Classify(Objective):
             # A copy that does not wait for the device.
             weight = torch.tensor(given, dtype=logits.dtype).to(logits.device, non_blocking=True)
         often = weight_of(fields, labels)
-        cross_entropy = F.cross_entropy(
-            logits,
-            labels,
-            weight=weight,
-            ignore_index=IGNORED,
-            reduction="sum" if often is None else "none",
-            label_smoothing=self.label_smoothing,
-        )
+        how = {"weight": weight, "label_smoothing": self.label_smoothing}
+        entropy = summed_entropy(logits, labels, often, **how)
         metrics = {}
         # Of one label per sample it costs nothing; of one per token or pixel a step does without.
         if labels.ndim == 1 or not torch.is_grad_enabled():
@@ -128,7 +121,7 @@ class Classify(Objective):
         logits = logits.movedim(1, -1).flatten(0, -2)
         flat = None if often is None else often.flatten()
         return Sums(
-            losses={"cross_entropy": weighted(cross_entropy, often).sum()},
+            losses={"cross_entropy": entropy},
             metrics=metrics,
             statistics=statistics_of(self, logits, labels.flatten(), flat),
         )

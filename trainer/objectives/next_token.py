@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config.components import NonNegative, Share
@@ -30,7 +29,7 @@ from trainer.objectives.base import (
 from trainer.objectives.linear_cross_entropy import linear_cross_entropy
 from trainer.objectives.metrics import add_statistics, statistics_of
 from trainer.objectives.text_output import TextOutput, continued
-from trainer.objectives.weighting import count_of, weight_of, weighted
+from trainer.objectives.weighting import count_of, summed_entropy, weight_of, weighted
 
 LEAST_BYTES = 2**23
 """Logits of a micro-batch in fp32 from which on they are computed in chunks: with fewer a CPU is as
@@ -120,14 +119,9 @@ class TokenEntropy(Objective):
         logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
         if weight is not None:
             weight = weight.flatten()
-        cross_entropy = F.cross_entropy(
-            logits,
-            targets,
-            ignore_index=IGNORED,
-            reduction="sum" if weight is None else "none",
-            label_smoothing=self.label_smoothing,
-        )
-        losses = {"cross_entropy": weighted(cross_entropy, weight).sum()}
+        smoothing = self.label_smoothing
+        entropy = summed_entropy(logits, targets, weight, label_smoothing=smoothing)
+        losses = {"cross_entropy": entropy}
         if self.z_loss:
             partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)
             losses["z_loss"] = self.z_loss * weighted(partition.square(), weight).sum()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
@@ -38,3 +41,15 @@ def weighted(values: Tensor, weight: Tensor | None) -> Tensor:
         return values
     dtype = values.dtype if values.is_floating_point() else torch.float64
     return values * weight.to(torch.promote_types(dtype, torch.float32))
+
+
+def summed_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    often: Tensor | None,
+    **how: Any,  # noqa: ANN401 - as `cross_entropy` takes them
+) -> Tensor:
+    """Sum the cross entropy of labels, each as often as it counts; -100 is no term."""
+    reduction = "sum" if often is None else "none"
+    entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction=reduction, **how)
+    return weighted(entropy, often).sum()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import load_step
 from trainer.config.messages import first_of
 from trainer.config.run_config import RunConfig, config_hash, to_plain
-from trainer.core.errors import Preempted
 from trainer.core.format import figure_texts, plural, shown_path
 from trainer.core.rows import Noun, RunFacts
 from trainer.core.world import World
@@ -34,11 +32,8 @@ def predict_run(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     Of records in a file of CSV that file is written, too, with a column for the predictions.
     """
     loaded = load_step(folder, config.step, world)
-    opened = list[RecordPredictor]()
-    with suppress(Preempted):
-        opened.append(open_predictor(config, Saved.read(config, loaded, world), world))
-    world.end_if_stopped(not opened)
-    (predictor,) = opened
+    saved = Saved.read(config, loaded, world)
+    predictor = world.unless_stopped(lambda: open_predictor(config, saved, world))
     lines = predictor.lines()
     # Every rank computes its share as the first one writes.
     if not world.is_main:

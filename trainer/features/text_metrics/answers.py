@@ -12,14 +12,11 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import Any, final
 
-import torch
-import torch.nn.functional as F
-
 from trainer.core.errors import Preempted
 from trainer.core.micro_batch import IGNORED, Fields, to_device
 from trainer.core.out_of_memory import no_replay
 from trainer.core.world import World
-from trainer.data.collate import ATTENTION_MASK, LABELS
+from trainer.data.collate import LABELS, pad_samples
 from trainer.data.loader import Request
 from trainer.data.samples import INPUT_IDS
 from trainer.objectives.base import Objective
@@ -167,15 +164,9 @@ class AnswerWriter:
 
 def joined(samples: Sequence[AskedSample], pad_token_id: int) -> Fields:
     """Put what is given of samples together, each of which `is_row`, padded at the end."""
-    longest = max(each.given[INPUT_IDS].shape[1] for each in samples)
-    columns = dict[str, list[torch.Tensor]]()
-    for each in samples:
-        ids = each.given[INPUT_IDS]
-        for name, field in {ATTENTION_MASK: torch.ones_like(ids), **each.given}.items():
-            fill = pad_token_id if name == INPUT_IDS else 0
-            padded = F.pad(field, (0, longest - ids.shape[1]), value=fill)
-            columns.setdefault(name, []).append(padded)
-    return {name: torch.cat(column) for name, column in columns.items()}
+    rows = [{name: field[0] for name, field in each.given.items()} for each in samples]
+    longest = max(len(row[INPUT_IDS]) for row in rows)
+    return pad_samples(rows, rows[0], longest, str, pad_token_id)
 
 
 def _groups(places: IntArray, lengths: Lengths) -> list[list[int]]:
