@@ -56,8 +56,7 @@ CardName = Annotated[
 ]
 """What `device` takes under `train plan`, beside the kinds of devices."""
 
-USUAL = "a100"
-"""What a GPU that is not here is taken for where nobody names it."""
+USUAL = "a100"  # what a GPU that is not here is taken for where nobody names it
 
 
 def reported_as(name: str) -> Card | None:

@@ -86,8 +86,7 @@ Bytes = Annotated[
 NonEmptyText = Annotated[str, Field(min_length=1, description="text")]
 PlainText = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
 FieldName = NonEmptyText  # of a record
-FREE = "no step depends on it"
-"""Marks an argument that a run which goes on may change."""
+FREE = "no step depends on it"  # marks an argument that a run which goes on may change
 SamplesToEvaluate = Annotated[Count | None, FREE]
 SENDS = "writes or sends figures elsewhere"
 """Marks what says where a run's figures go, which neither a recipe nor a run may."""

@@ -18,8 +18,7 @@ from trainer.core.errors import ConfigError
 
 OF_OWN_DATA = ("data.holdout", "data.max_samples", "data.part", "data.subset")
 """Keys by which a run takes a part of its data."""
-SOURCE_WEIGHT = "weight"
-"""Setting of a source beside those of its class."""
+SOURCE_WEIGHT = "weight"  # setting of a source beside those of its class
 
 
 def eval_sets(tree: Tree) -> dict[str, Any]:

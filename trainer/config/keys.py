@@ -89,5 +89,4 @@ def _keys() -> dict[str, Key]:
     }
 
 
-KEYS: Mapping[str, Key] = _keys()
-"""Every key of the interface in reading order."""
+KEYS: Mapping[str, Key] = _keys()  # every key of the interface in reading order

@@ -22,8 +22,7 @@ from trainer.core.format import DTYPE_WORDS, expanded, shown_path
 Tree = Mapping[str, Any]  # a config as it is composed
 
 LINE_LIMIT = 200
-MISSING = "???"
-"""What OmegaConf writes for a value that has to be given."""
+MISSING = "???"  # what OmegaConf writes for a value that has to be given
 
 MIN_SIMILARITY = 0.65
 """Common letters of words that may be meant: a swap leaves 2/3, `depth` and `width` share 0.6."""
@@ -247,6 +246,16 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
         else:
             values[f"{prefix}{key}"] = value
     return values
+
+
+def by_key(lines: Iterable[str]) -> dict[str, str]:
+    """Give the values of overrides by their keys."""
+    words = dict[str, str]()
+    for line in lines:
+        key, _, value = line.lstrip("+").partition("=")
+        # Hydra takes a nested group by either.
+        words[key.replace("/", ".")] = value
+    return words
 
 
 def ancestors(key: str) -> Iterator[str]:

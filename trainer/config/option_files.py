@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-OWN = "own"
-"""The option of every component that names no class: the user does."""
+OWN = "own"  # the option of every component that names no class: the user does
 # Ten times as fast, where it was compiled
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -19,8 +19,7 @@ _VARIABLE = re.compile(
     r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(PAT|PASS|PWD|AUTH|DSN)(_|$)",
     re.IGNORECASE,
 )
-_SHORTEST = 6
-"""Characters from which the value of such a variable is a secret."""
+_SHORTEST = 6  # characters from which the value of such a variable is a secret
 
 _COMMON = re.compile(r"[A-Za-z]([a-z]{,9}|[A-Z]{,9})|[\d.,]{,7}|[~.]{,2}/.*", re.DOTALL)
 """Words, small numbers and paths: too common to be looked for in texts."""

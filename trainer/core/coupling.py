@@ -45,8 +45,7 @@ class Coupling:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.size < 1 or (self.kind == "group") > (self.size > 1):
-            kinds = ", ".join(KINDS)
-            text = f"must be one of {kinds}; a group has 2 samples or more"
+            text = f"must be one of {', '.join(KINDS)}; a group has 2 samples or more"
             raise ValueError(f"coupling={self.kind}, size={self.size}: {text}")
 
     @property

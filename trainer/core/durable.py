@@ -27,19 +27,15 @@ from trainer.core.format import size as shown_size
 
 BytesLike = bytes | memoryview
 
-UNFINISHED = ".tmp-"
-"""Begins the name of what is being written."""
-
-TRASH = ".trash-"
-"""Begins the name of what is being deleted."""
+UNFINISHED = ".tmp-"  # begins the name of what is being written
+TRASH = ".trash-"  # begins the name of what is being deleted
 
 # Hashed and written while it is still in the cache
 _CHUNK_BYTES = 4 << 20
 _MAX_JSON_BYTES = 16 << 20
 # In C it takes 3 ms a run, else 24.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MAX_RECORD = 1 << 20
-"""Characters of a file beyond which it is no record of a run."""
+_MAX_RECORD = 1 << 20  # characters of a file beyond which it is no record of a run
 
 
 class FileSystem:

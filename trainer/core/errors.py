@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GO_ON = "go on with: "
-"""Stands before the command by which a run goes on."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C where there is nothing to save."""
+GO_ON = "go on with: "  # stands before the command by which a run goes on
+INTERRUPTED = 130  # exit code after Ctrl-C where there is nothing to save
 
 
 class TrainError(Exception):

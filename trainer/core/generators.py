@@ -14,8 +14,7 @@ import numpy as np
 from torch import Generator, Tensor
 
 _KINDS = (Generator, np.random.Generator, np.random.RandomState, random.Random)
-_MOST_PARTS = 32
-"""A longer list holds data, and not transforms."""
+_MOST_PARTS = 32  # a longer list holds data, and not transforms
 _MOST_SEARCHED = 256
 """Objects that one search looks at, at most; they take up to 0.3 ms, and of most data 0.05."""
 

@@ -13,11 +13,9 @@ from urllib.request import getproxies
 
 from trainer.core.format import expanded
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""A model or data set on the hub: `gpt2`, `org/name`."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the hub: `gpt2`, `org/name`
 
-_no_address = set[str]()
-"""Hosts of the hub that were looked for in vain."""
+_no_address = set[str]()  # hosts of the hub that were looked for in vain
 
 
 def hub_name(source: str) -> str | None:

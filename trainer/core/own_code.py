@@ -96,8 +96,7 @@ class OwnCode:
         return f"; the name {root} is taken by {by}: rename {own}"
 
 
-OWN_CODE = OwnCode()
-"""The user's code, for this process."""
+OWN_CODE = OwnCode()  # the user's code, for this process
 
 
 def _origin(spec: ModuleSpec | None) -> str | None:

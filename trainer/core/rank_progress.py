@@ -33,8 +33,7 @@ _SINCE_AT = 32
 WARM_STEP = 2
 """The first step that counts where there are so many: the one before fills caches and compiles."""
 
-Mark = Any
-"""A moment: seconds of the host's clock, or an event on the device's stream."""
+Mark = Any  # a moment: seconds of the host's clock, or an event on the device's stream
 
 
 @final

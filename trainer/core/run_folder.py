@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,10 @@ from trainer.core.errors import TrainError
 
 RunState = Literal["running", "completed", "preempted", "failed"]
 
-UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
-"""What `read_yaml` raises."""
-
+UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)  # what `read_yaml` raises
 AUTO = "auto"  # typed for the newest run
 
-_handles: dict[Path, int] = {}
-"""By run folder, the lock files that this process has locked."""
+_handles: dict[Path, int] = {}  # by run folder, the lock files that this process has locked
 
 # What was typed for a sweep, in its folder: of a grid, of a search
 SWEEP_FILES = GRID_FILE, SEARCH_FILE = "multirun.yaml", "search.yaml"
@@ -227,16 +224,6 @@ class RunFolder:
     def traceback(self, rank: int) -> Path:
         """Name the file with the traceback and the stacks of a rank that failed."""
         return self.path / self.ERRORS / f"rank{rank}.txt"
-
-
-def by_key(lines: Iterable[str]) -> dict[str, str]:
-    """Give the values of overrides by their keys."""
-    words = dict[str, str]()
-    for line in lines:
-        key, _, value = line.lstrip("+").partition("=")
-        # Hydra takes a nested group by either.
-        words[key.replace("/", ".")] = value
-    return words
 
 
 def is_training(run: RunFolder) -> bool:

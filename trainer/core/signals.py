@@ -25,14 +25,12 @@ TOGETHER_S = 0.2
 """Signals that come this close are one: a terminal, a scheduler or torchrun reaches a process
 directly and once more through what started it."""
 
-UNBEGUN = "stopped before the first step"
-"""How a run ends that was asked to before it could train."""
+UNBEGUN = "stopped before the first step"  # how a run ends that was asked to before it could train
 
 STOPPING = "stopping once this step is saved; Ctrl-C again stops at once"
 """What the first signal says on a terminal, ahead of what would be saved then."""
 
-_listening: list[StopFlag] = []
-"""The flag of this process while it listens; at most one."""
+_listening: list[StopFlag] = []  # the flag of this process while it listens; at most one
 
 
 @final

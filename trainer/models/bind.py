@@ -26,13 +26,11 @@ from trainer.models.output_layer import IS_LAST, candidate, declares_logits
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What a forward's matrix products compute in, where it is not what the weights are in."""
-OMITTED = "omitted_fields"
-"""Attribute of a module that names fields its calls leave out."""
+OMITTED = "omitted_fields"  # attribute of a module that names fields its calls leave out
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 SINGLE = NAMED | {inspect.Parameter.POSITIONAL_ONLY}  # all but `*args` and `**kwargs`
 IMAGE_DIMS = 4  # (batch, channels, height, width)
-BOUNDARIES = "cu_seqlens"
-"""The field that says where packed documents begin."""
+BOUNDARIES = "cu_seqlens"  # the field that says where packed documents begin
 BOUNDARY_FIELDS = ("cu_seq_lens_q", "position_ids")
 """Parameters by which a forward without it may learn the same; whether it does is to be tried."""
 

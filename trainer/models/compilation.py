@@ -24,8 +24,7 @@ GRAPHS = 4
 # Padded lengths of a compiled model, over a whole run; the number of samples is dynamic
 COMPILED_SHAPES = 16
 
-COMPILED = "compiled_by"
-"""Attribute of a model that is compiled: by which backend."""
+COMPILED = "compiled_by"  # attribute of a model that is compiled: by which backend
 
 
 def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor") -> None:

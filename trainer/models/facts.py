@@ -93,8 +93,7 @@ class ModelFacts:
 FACTS = "model_facts"
 """Attribute of a module: what whoever made it knows. Parts of a model may have their own."""
 
-BESIDE = "frozen_model"
-"""Name of a child of a module that is beside the model, and no part of it."""
+BESIDE = "frozen_model"  # name of a child of a module that is beside the model, and no part of it
 
 
 def noted(made: Any) -> Any:  # noqa: ANN401 - whatever was made

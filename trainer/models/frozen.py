@@ -60,13 +60,12 @@ def add_frozen(
     for part in frozen.modules():
         # They are of the model that is trained.
         vars(part).pop(FACTS, None)
-    own: Mapping[str, LazyTensor] | None = vars(frozen).pop(FIRST_WEIGHTS, None)
-    if own is None and is_on_meta(module) and not is_on_meta(frozen):
+    begins: Mapping[str, LazyTensor] = vars(frozen).pop(FIRST_WEIGHTS, weights)
+    if begins is weights and is_on_meta(module) and not is_on_meta(frozen):
         named = frozen.named_parameters(remove_duplicate=False)
-        own = {name: InMemoryTensor(parameter.detach()) for name, parameter in named}
+        begins = {name: InMemoryTensor(parameter.detach()) for name, parameter in named}
     frozen._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call] # untyped in torch
     module.add_module(BESIDE, frozen.requires_grad_(False).eval())
-    begins = weights if own is None else own
     return {f"{BESIDE}.{name}": value for name, value in begins.items()}
 
 

@@ -37,8 +37,7 @@ PEAK_CHUNKS = 3
 only_peak: ContextVar[bool] = ContextVar("only_peak", default=False)
 """Whether memory alone counts, and no value: then no chunk beyond those is computed."""
 
-Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""Hidden states, weight, bias, targets."""
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]  # hidden states, weight, bias, targets
 
 
 class _Task(NamedTuple):

@@ -27,8 +27,7 @@ SumOf = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Logits and labels, of labels that count alone, and how often each does, to what is summed."""
 
 AUROC = "auroc"
-BINS = 2**17
-"""Of the histogram of scores, which are told apart to 0.02 %, or to 4e-6 near 0."""
+BINS = 2**17  # of the histogram of scores, which are told apart to 0.02 %, or to 4e-6 near 0
 # Scores below 1/64 are binned evenly, those above by their logarithm.
 _STEEP = 64.0
 # Larger scores share the last bin.

@@ -43,12 +43,7 @@ def weighted(values: Tensor, weight: Tensor | None) -> Tensor:
     return values * weight.to(torch.promote_types(dtype, torch.float32))
 
 
-def summed_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    often: Tensor | None,
-    **how: Any,  # noqa: ANN401 - as `cross_entropy` takes them
-) -> Tensor:
+def summed_entropy(logits: Tensor, labels: Tensor, often: Tensor | None, **how: Any) -> Tensor:  # noqa: ANN401 - as `cross_entropy` takes them
     """Sum the cross entropy of labels, each as often as it counts; -100 is no term."""
     reduction = "sum" if often is None else "none"
     entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction=reduction, **how)

@@ -19,8 +19,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.tensors import gradient_dtype, local_part
 from trainer.models.first_weights import with_parameters
 
-MASTERS = "master_weights"
-"""Attribute of an optimizer that steps copies: its `MasterWeights`."""
+MASTERS = "master_weights"  # attribute of an optimizer that steps copies: its `MasterWeights`
 HALF = (torch.bfloat16, torch.float16)
 
 

@@ -168,9 +168,8 @@ class SGD(OptimizerSpec):
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
         # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters.
-        shards = in_shards(params)
         # Nor momenta that begin at different steps, as of parameters without a gradient in some.
-        fused = all_fuse(params) and not shards and not self.momentum
+        fused = all_fuse(params) and not in_shards(params) and not self.momentum
         return without_compiler(torch.optim.SGD)(
             params, momentum=self.momentum, nesterov=self.nesterov, fused=fused
         )

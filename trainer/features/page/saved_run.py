@@ -11,10 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, final
 
-from trainer.config.messages import flat
+from trainer.config.messages import by_key, flat
 from trainer.config.secrets import without_secrets
 from trainer.core.format import number, shown_path
-from trainer.core.run_folder import RunFolder, by_key
+from trainer.core.run_folder import RunFolder
 from trainer.report import journal
 from trainer.report.journal import Entry, is_number
 

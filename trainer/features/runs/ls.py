@@ -18,11 +18,11 @@ from rich.text import Text
 
 from trainer.cli.exit_messages import print_notes
 from trainer.cli.run_names import RunNames
-from trainer.config.messages import clip, show
+from trainer.config.messages import by_key, clip, show
 from trainer.config.option_files import OWN
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, plural, printable, shown_path
-from trainer.core.run_folder import RunFolder, all_runs, by_key, is_training
+from trainer.core.run_folder import RunFolder, all_runs, is_training
 from trainer.features.runs.state import held_out_of, last_step_of, progress_of, word_of_state
 
 # Wider than any line: what is piped is not cut.

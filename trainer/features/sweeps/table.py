@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.cli import saved_runs
-from trainer.config.messages import show
+from trainer.config.messages import by_key, show
 from trainer.config.metric_mode import is_comparable, rank, title_of
 from trainer.core.durable import write_file_atomic
 from trainer.core.format import figure_name, is_held_out
-from trainer.core.run_folder import RunFolder, by_key
+from trainer.core.run_folder import RunFolder
 from trainer.report.journal import EVAL_SECONDS, stream
 from trainer.report.views import views, write_views
 
