@@ -82,5 +82,5 @@ def test_what_teaches_nothing_is_left_out_and_counted(record, how, why):
 
 
 def test_a_margin_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match="margin 'much' is no number"):
+    with pytest.raises(ValueError, match="margin is 'much'; write a number"):
         encode({"chosen": "a", "rejected": "b", "margin": "much"}, scores=True)

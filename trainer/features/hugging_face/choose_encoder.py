@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, final
 
 from trainer.config.components import Overlong, Task
@@ -14,7 +15,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
 from trainer.features.hugging_face.formats import Column, Format, columns_in
 from trainer.features.hugging_face.labels import Labels, find_labels, find_several, labels_in
-from trainer.features.hugging_face.preference_encoder import preference_fields
+from trainer.features.hugging_face.preference_encoder import preference_fields, prompt_of
 from trainer.features.hugging_face.records import RecordSource
 
 OVERLONG: Mapping[str, Overlong] = {
@@ -22,6 +23,10 @@ OVERLONG: Mapping[str, Overlong] = {
     **{"preference": "drop", "comparison": "drop"},
 }
 """What becomes of longer records where nobody says; of all others the head is kept."""
+GROUP_OF: Mapping[str, Callable[[encode.RoleValues], Any]] = {
+    **{"pair": itemgetter("anchor"), "preference": prompt_of, "comparison": prompt_of}
+}
+"""By format, what records share that are held out together; of all others their ids."""
 _WITHOUT_CLASSES = {
     "span": label_encoders.span_fields,
     "source and target": label_encoders.target_fields,
@@ -50,6 +55,8 @@ class EncodeOptions:
     filter_by: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # Name and columns of the format that a run read, for records without labels
     trained_format: Mapping[str, Any] | None = None
+    # What scores, or labels that are numbers, mean where pairs are trained on; see `Pairs`
+    pair_rule: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fields_of(
@@ -75,10 +82,10 @@ def fields_of(
         return partial(label_encoders.choice_fields, num_choices=count), {}
     if form.name == "pair":
         classes = _stated(parts, form.columns.get("label")) or ()
-        read = partial(_by_role, source, parts, form)
         columns = {role: str(column) for role, column in form.columns.items()}
-        pairs = pair_encoder.look_at_pairs(f"data.path={source.path}", columns, classes, read)
-        return pairs, {"pairs": pairs.text, "rows": pairs.rows}
+        place, records = f"data.path={source.path}", _by_role(source, parts, form)
+        pairs = pair_encoder.look_at_pairs(place, columns, classes, records, options.pair_rule)
+        return pairs, {"pairs": pairs.text, "pair_rule": pairs.rule, "rows": pairs.rows}
     if form.name not in {"label", "tags"}:
         return _WITHOUT_CLASSES[form.name], {}
     encode_record: Any = label_encoders.label_fields

@@ -79,12 +79,14 @@ class HuggingFaceData(TwoSides):
     * `source` and `target`, or `document` and `summary`: `labels` of a length of their own.
 
     Records are held out by their ids, so that copies of one, and all samples of a document, stay
-    on one side; a source that brings parts, such as `train` and `validation`, keeps them.
+    on one side; so do pairs with one first text, and answers to one prompt. A source that brings
+    parts, such as `train` and `validation`, keeps them.
 
     The keys of `conf/data/hf.yaml` say what the arguments are. Of the others, `task`,
     `max_positions` and `model_labels` are what the config of the model says; `label_names` are
     classes in their order, none of them where they are numbers. Without `learns` no record needs
-    what is learned, all are of one part, and columns are those of `trained_format`.
+    what is learned, all are of one part, and columns are those of `trained_format`. That is how a
+    run's records were read; its scale of scores, and meaning of labels, hold in others too.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
@@ -156,7 +158,8 @@ class HuggingFaceData(TwoSides):
                 "chat_template_kwargs": variables,
             },
             learns=learns,
-            trained_format=trained_format,
+            trained_format=None if learns else trained_format,
+            pair_rule=self._trained.get("pairs") or {},
         )
         one_part_only = part is not None and holdout == 0
         self._source = find_records(path, subset, part, one_part_only=one_part_only, learns=learns)
@@ -199,6 +202,7 @@ class HuggingFaceData(TwoSides):
                 "name": known["format"],
                 "columns": known["columns"],
                 "vocabulary": self._vocabulary,
+                "pairs": known.get("pair_rule"),
             },
             predicted_table=self._source.table,
             unused=self._unused,

@@ -106,9 +106,12 @@ def _roles_in(
         is_other = role in optional and role not in named and column in named.values()
         if {*columns_in(column)} <= {*readable} and not is_other:
             found[role] = column
+    others: Mapping[str, str] = _FORMATS[name].get("other_names", {})
     for column in readable if learns else ():
-        if _is_repeated(name, column) and column not in named.values():
-            found[column] = column
+        # One more of a role, or a role by another name
+        role = column if _is_repeated(name, column) else others.get(column, "")
+        if role not in {"", *found, *named} and column not in named.values():
+            found[role] = column
     return found
 
 
@@ -235,11 +238,13 @@ def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bo
     decisive = [*_FORMATS[name].get("asks", ())]
     if learns:
         decisive += [*_FORMATS[name].get("decisive", ()), *_WEIGHTS]
-    for column in decisive:
-        if column in unread:
+    for column in unread:
+        if re.fullmatch("|".join(decisive), column):
             reads_it = ""
             if column in _WEIGHTS and WEIGHT in _optional(name):
                 reads_it = f"; for how often each counts, type {_as_typed({WEIGHT: column})}"
+            elif column not in _WEIGHTS and "score" in _optional(name):
+                reads_it = f"; to learn it, type {_as_typed({'score': column})}, or label for score"
             raise DataError(
                 f"{place}: column {column!r} changes what a record means, and is not read "
                 f"from records of {name}{reads_it}; to train without it, type "

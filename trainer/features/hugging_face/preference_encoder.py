@@ -14,7 +14,6 @@ from trainer.data.collate import ATTENTION_MASK, LABELS
 from trainer.data.conversation import Message, normalize_messages
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
-from trainer.features.hugging_face.label_encoders import padded_rows
 
 SAME = "whose chosen and rejected are the same"
 Answer = str | list[Message]
@@ -63,10 +62,16 @@ def preference_fields(
         raise encode.DroppedError(SAME)
     if scores:
         del rows[LABELS]
-    fields: dict[str, Any] = padded_rows(rows, encode.pad_token_of(encoder.tokenizer))
+    fields: dict[str, Any] = encoder.padded(rows)
     if scores and "margin" in record:
-        fields["margin"] = _margin(record["margin"])
+        fields["margin"] = encode.number_of(record, "margin")
     return fields
+
+
+def prompt_of(record: encode.RoleValues) -> Answer | None:
+    """Give the prompt of a pair; None where it is but words that two texts begin with."""
+    prompt, _ = _parts(record, joins=False)
+    return prompt if record.get("prompt") or isinstance(prompt, list) else None
 
 
 def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[Answer]]:
@@ -99,10 +104,3 @@ def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[
 
 def _read(value: Any) -> list[Message]:  # noqa: ANN401 - any JSON
     return normalize_messages(value)
-
-
-def _margin(value: Any) -> float:  # noqa: ANN401 - any JSON
-    number = encode.number_in(value) if isinstance(value, str) else value
-    if isinstance(number, int | float) and np.isfinite(number):
-        return float(number)
-    raise ValueError(f"its margin {value!r} is no number")

@@ -23,6 +23,7 @@ from trainer.data.lines import FAULT_COLUMN, fault
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import chat_encoder, encode
 from trainer.features.hugging_face.choose_encoder import (
+    GROUP_OF,
     OVERLONG,
     EncodeOptions,
     fields_of,
@@ -52,9 +53,9 @@ def cached_records(
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
     (the one that is trained on is the first), `other_parts` and columns that are `unread`, `runs`
     of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`, and
-    options that are `unused`, each with why; of `pairs` what was found; without labels also how
-    many records each part has, `num_records`, and `left_out`, by part the rows that are no samples,
-    each with why.
+    options that are `unused`, each with why; of `pairs` what was found, and the `pair_rule`;
+    without labels also how many records each part has, `num_records`, and `left_out`, by part the
+    rows that are no samples, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
     loaded, state = None, source.digest
@@ -82,8 +83,7 @@ def cached_records(
                 max_length=options.max_length,
                 overlong=options.overlong or OVERLONG.get(form.name, "cut"),
                 fields_of=encode_record,
-                # Records that make samples of each other stay on one side.
-                group_by="anchor" if rows is not None else None,
+                group_of=GROUP_OF.get(form.name) if options.learns else None,
                 weighs=weighs_samples(source, parts, form, options),
             )
             written = _Writer(source, encoder, add, skips=skips, notes=not options.learns)
@@ -113,7 +113,7 @@ def cached_records(
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
     # The number goes up where the same records become other entries.
-    return index.cached_index("hf", settings, {}, build, reader=f"8|{state}")
+    return index.cached_index("hf", settings, {}, build, reader=f"9|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
