@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, final
 
@@ -27,6 +27,8 @@ GROUP_OF: Mapping[str, Callable[[encode.RoleValues], Any]] = {
     **{"pair": itemgetter("anchor"), "preference": prompt_of, "comparison": prompt_of}
 }
 """By format, what records share that are held out together; of all others their ids."""
+_LOOKED_AT = 1000
+"""Labels of which most say whether a record has one or a list."""
 _WITHOUT_CLASSES = {
     "span": label_encoders.span_fields,
     "source and target": label_encoders.target_fields,
@@ -138,7 +140,9 @@ def _labels(
     """Find the classes of all labels in a column, or in several; `of_words` are lists of one."""
     try:
         values = label_encoders.read_labels(records_of_parts(source, parts), column)
-        is_list = isinstance(next((each for each in values if each is not None), None), list)
+        first = islice((each for each in values if each is not None), _LOOKED_AT)
+        are_lists = [isinstance(each, list) for each in first]
+        is_list = sum(are_lists) > len(are_lists) / 2
         values = label_encoders.read_labels(records_of_parts(source, parts), column)
         names = options.label_names or options.model_labels
         # Cells of CSV are all text.
@@ -152,7 +156,7 @@ def _labels(
             return Labels()
         if is_list:
             rows: Iterator[Any] = values
-            values = chain.from_iterable(each or () for each in rows)
+            values = chain.from_iterable(each for each in rows if isinstance(each, list))
         return find_labels(values, *how)
     except (ValueError, TypeError) as error:
         called = " and ".join(map(repr, columns_in(column)))

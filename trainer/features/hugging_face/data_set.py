@@ -142,8 +142,7 @@ class HuggingFaceData(TwoSides):
             task=task or "causal_lm",
             columns=dict(columns or {}),
             of_numbers=objective == "regression",
-            # What is predicted may be without the column.
-            filter_by=values_by_column(filter or {}) if learns else {},
+            filter_by=values_by_column(filter or {}),
             model_labels=tuple(model_labels or ()),
             label_names=names,
             max_samples=max_samples,

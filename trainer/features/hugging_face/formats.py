@@ -58,14 +58,15 @@ def recognise(
     columns: Collection[str],
     task: Task,
     typed: Mapping[str, Column] | None = None,
+    filtered: Collection[str] = (),
     *,
     learns: bool = True,
 ) -> Format:
     """Find the format of records by their columns, for a model that is made for a task.
 
     Columns are `typed` by role in place of the usual ones; None under the name of a column leaves
-    it out. One that nothing reads, and that changes what a record means, is refused. Without
-    `learns` what is learned is not read, and need not be there.
+    it out. One that nothing reads, and that changes what a record means, is refused, unless it is
+    `filtered` by. Without `learns` what is learned is not read, and need not be there.
     """
     if not learns:
         typed = _without_learned(typed or {}, columns, task)
@@ -78,7 +79,8 @@ def recognise(
         # format that is typed says that this is not the one.
         needed = usual.keys() - _optional(name).keys()
         if needed and found.keys() >= needed | named.keys():
-            _refuse_unread(place, name, _unread(readable, found), learns=learns)
+            unread = {*_unread(readable, found)} - {*filtered}
+            _refuse_unread(place, name, unread, learns=learns)
             return Format(name, found, _unread(columns, found))
     wanted = _wanted(formats)
     if not wanted:
@@ -130,6 +132,7 @@ def as_trained(
     columns: Collection[str],
     trained: Mapping[str, Any],
     typed: Mapping[str, Column],
+    filtered: Collection[str] = (),
 ) -> Format:
     """Find in other records the columns that a run read, but for those of what it learned.
 
@@ -163,7 +166,7 @@ def as_trained(
             text = f"no such role; the run read {', '.join(roles)}"
             raise ConfigError(f"data.columns={{{role}: {column}}}: {text}")
     unread = _unread(columns, found)
-    _refuse_unread(place, name, {*unread} - {*typed}, learns=False)
+    _refuse_unread(place, name, {*unread} - {*typed, *filtered}, learns=False)
     return Format(name, found, unread)
 
 

@@ -66,7 +66,8 @@ def cached_records(
     def build(add: index.Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
-            selected, num_records = dict[str, Any](), sum(map(len, parts.values()))
+            selected = dict[str, Any]()
+            num_records = {part: len(records) for part, records in parts.items()}
             if options.filter_by:
                 is_json, place = source.kind == "json", f"data.path={source.path}"
                 selected = selected_rows(place, parts, options.filter_by, is_json=is_json)
@@ -102,11 +103,13 @@ def cached_records(
             "divided": [written.num_divided, written.num_answers],
             "overlong": encoder.overlong,
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
-            "kept": [sum(map(len, selected.values())), num_records] if selected else None,
+            "kept": [sum(map(len, parts.values())), sum(num_records.values())]
+            if selected
+            else None,
             "unused": _unused(options, encoder, form.name),
         }
         if not options.learns:
-            facts["num_records"] = {part: len(records) for part, records in parts.items()}
+            facts["num_records"] = num_records
             facts["left_out"] = written.left_out
         return written.bad, facts
 
@@ -133,9 +136,10 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
         if not found:
             name = source.name_of(next(iter(parts)), 0)
             raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
+    filtered = options.filter_by
     if options.trained_format is not None:
-        return as_trained(place, columns, options.trained_format, options.columns)
-    return recognise(place, columns, options.task, options.columns, learns=options.learns)
+        return as_trained(place, columns, options.trained_format, options.columns, filtered)
+    return recognise(place, columns, options.task, options.columns, filtered, learns=options.learns)
 
 
 def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) -> dict[str, str]:
