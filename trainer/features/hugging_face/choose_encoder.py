@@ -27,8 +27,6 @@ GROUP_OF: Mapping[str, Callable[[encode.RoleValues], Any]] = {
     **{"pair": itemgetter("anchor"), "preference": prompt_of, "comparison": prompt_of}
 }
 """By format, what records share that are held out together; of all others their ids."""
-_LOOKED_AT = 1000
-"""Labels of which most say whether a record has one or a list."""
 _WITHOUT_CLASSES = {
     "span": label_encoders.span_fields,
     "source and target": label_encoders.target_fields,
@@ -140,7 +138,8 @@ def _labels(
     """Find the classes of all labels in a column, or in several; `of_words` are lists of one."""
     try:
         values = label_encoders.read_labels(records_of_parts(source, parts), column)
-        first = islice((each for each in values if each is not None), _LOOKED_AT)
+        # Most of the first ones say it.
+        first = islice((each for each in values if each is not None), 1000)
         are_lists = [isinstance(each, list) for each in first]
         is_list = sum(are_lists) > len(are_lists) / 2
         values = label_encoders.read_labels(records_of_parts(source, parts), column)
@@ -155,8 +154,7 @@ def _labels(
         if options.of_numbers:
             return Labels()
         if is_list:
-            rows: Iterator[Any] = values
-            values = chain.from_iterable(each for each in rows if isinstance(each, list))
+            values = chain.from_iterable(each for each in values if isinstance(each, list))
         return find_labels(values, *how)
     except (ValueError, TypeError) as error:
         called = " and ".join(map(repr, columns_in(column)))

@@ -36,10 +36,7 @@ from trainer.features.hugging_face.encode import ends_of, pad_token_of
 from trainer.features.hugging_face.filter import values_by_column
 from trainer.features.hugging_face.formats import columns_in
 from trainer.features.hugging_face.records import find_records
-from trainer.features.hugging_face.token_cache import (
-    cached_records,
-    vocabulary_digest,
-)
+from trainer.features.hugging_face.token_cache import cached_records, vocabulary_digest
 from trainer.features.hugging_face.tokenizers import read_template
 
 DEFAULT_LENGTH = 1024
@@ -306,9 +303,7 @@ class HuggingFaceData(TwoSides):
                 columns.append(role)
             else:
                 columns.append(f"{role}: {' and '.join(columns_in(column))}")
-        kind = form
-        if not self._learns:
-            kind = _ASKED[form]
+        kind = form if self._learns else _ASKED[form]
         count, (divided, answers) = sum(dropped.values()), known["divided"]
         # What is left of a longer record has just so many tokens.
         cut = 0

@@ -85,8 +85,6 @@ def _compared(value: Any) -> Any:  # noqa: ANN401 - any JSON
     """Give a number for what is written as one, else the text; nothing is an empty text."""
     if value is None:
         return ""
-    text = str(value)
-    # As Python, pandas and Excel write them
-    if text in {"True", "False", "TRUE", "FALSE"}:
-        text = text.lower()
-    return encode.number_in(text)
+    text, word = str(value), str(value).lower()
+    # Python, pandas and Excel spell them otherwise.
+    return word if word in {"true", "false"} else encode.number_in(text)

@@ -39,13 +39,10 @@ class Labels:
 
     def value(self, value: Any) -> int | float | npt.NDArray[np.float32]:  # noqa: ANN401 - any JSON
         """Give the labels of a record, as numbers; a ValueError where they are none."""
-        if isinstance(value, list) != (self.several is not None):
-            have = "is a list, and other records have one label"
-            if self.several is not None:
-                have = "is no list, as other records have it"
-            raise ValueError(f"the label {value!r} {have}")
         if self.several is None:
             return self.number(value)
+        if not isinstance(value, list):
+            raise ValueError(f"the label {value!r} is no list, as other records have it")
         found = np.zeros(self.num_classes or 0, dtype=np.float32)
         if not self.by_place:
             for each in value:
@@ -70,6 +67,8 @@ class Labels:
 
     def number(self, value: Any) -> int | float:  # noqa: ANN401 - any JSON
         """Give the number of a label; a ValueError where it is none, or no class."""
+        if isinstance(value, list):
+            raise ValueError(f"the label {value!r} is a list, and other records have one label")
         if isinstance(value, str) and value not in self.numbers:
             value = number_in(value)
         if isinstance(value, Hashable) and value in self.numbers:
@@ -110,7 +109,8 @@ def find_labels(
     Names of numbers are `stated` by some data. Those of the model's head count where they are all
     of the data's; `fixed` ones in any case, and none at all where labels are to be numbers.
     """
-    found = {*filter(_is_plain, values)}
+    # An object or a list is a bad record, and named where that is encoded.
+    found = {each for each in values if not isinstance(each, dict | list)}
     distinct = found - {None}
     kinds = {*map(type, distinct)}
     if kinds == {str} and fixed is not None and not fixed:
@@ -128,11 +128,6 @@ def find_labels(
     raise ValueError(f"labels are of the types {', '.join(sorted(k.__name__ for k in kinds))}")
 
 
-def _is_plain(value: object) -> bool:
-    """Whether it may be a label; what is none, as an object, is named where it is encoded."""
-    return isinstance(value, Hashable)
-
-
 def _is_natural(value: object) -> bool:
     return isinstance(value, float) and value.is_integer() and value >= 0
 
@@ -144,16 +139,13 @@ def _whole_labels(
     whole = sorted({*values.values()} - {IGNORED})
     words, given = [*map(str, whole)], fixed or model
     is_known = {*words} <= {*given} or bool(fixed and all(WHOLE.fullmatch(each) for each in fixed))
-    if not is_known and whole[:3] == [-1, 0, 1]:
-        raise ValueError(
-            "-1 beside 0 and 1 mostly stands for a label that is not known; leave such records out "
-            "by data.filter, or write its class as a word"
-        )
+    is_unknown = -1 in whole and (fixed is not None or whole[:3] == [-1, 0, 1])
+    if is_unknown and not is_known:
+        text = "leave its records out by data.filter, or write classes as words"
+        raise ValueError(f"the label -1 mostly stands for one that is not known; {text}")
     are_places = whole == [*range(len(whole))] or 0 <= whole[0] <= whole[-1] < len(model)
     if not is_known and (are_places or fixed is not None):
-        # One below 0 is none of them: a bad record.
-        places = {value: n for value, n in values.items() if n >= 0 or n == IGNORED}
-        return Labels(None, max(1 + max(whole, default=0), len(model)), places)
+        return Labels(None, max(1 + max(whole, default=0), len(model)), values)
     names = tuple(given if is_known else words)
     numbers: dict[object, int] = {name: number for number, name in enumerate(names)}
     for value, number in values.items():
@@ -172,19 +164,20 @@ def find_several(
     """Find what the labels of records are that have several each, in a list or in `columns`.
 
     Lists of one length are a place for each number: 0 or 1 where the label applies, or any numbers
-    unless the data they go with have other places. Others name, or number, the labels that apply.
+    unless classes of another count are known. Others have the names or numbers of those that apply.
     """
     lengths, distinct = set[int](), set[object]()
     for row in rows:
         if isinstance(row, list):
             lengths.add(len(row))
-            distinct.update(filter(_is_plain, row))
+            distinct.update(each for each in row if not isinstance(each, dict | list))
     distinct -= {None, ""}
     numbers = {number_in(each) if isinstance(each, str) and columns else each for each in distinct}
     count, kinds, names = max(lengths, default=0), {*map(type, numbers)}, columns or fixed or model
     is_even = len(lengths) == 1 and (count > 1 or bool(columns))
     are_flags = is_even and numbers <= {0, 1}
-    are_numbers = is_even and kinds <= {bool, int, float} and len(names) in {0, count}
+    is_open = stated is None and len(names) in {0, count}
+    are_numbers = is_even and is_open and kinds <= {bool, int, float}
     if are_flags or are_numbers or columns or float in kinds:
         return Labels(
             tuple(names) if len(names) == count else None,

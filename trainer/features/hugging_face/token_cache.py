@@ -103,9 +103,7 @@ def cached_records(
             "divided": [written.num_divided, written.num_answers],
             "overlong": encoder.overlong,
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
-            "kept": [sum(map(len, parts.values())), sum(num_records.values())]
-            if selected
-            else None,
+            "kept": selected and [sum(map(len, parts.values())), sum(num_records.values())],
             "unused": _unused(options, encoder, form.name),
         }
         if not options.learns:
@@ -198,10 +196,8 @@ class _Writer:
 
         Of some rows alone, where others are read with them.
         """
-        rows, places = (
-            _chosen(len(records), most, some),
-            self.rows.get(part, np.arange(len(records))),
-        )
+        rows = _chosen(len(records), most, some)
+        places = self.rows.get(part, np.arange(len(records)))
         if len(rows) < len(records):
             records = records.select(rows)
         rows = places[rows]
@@ -273,8 +269,7 @@ def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
             if file.is_file():
                 content = file.read_bytes()
                 if file.name == "tokenizer.json":
-                    content = json.dumps(
-                        {**json.loads(content), "truncation": None, "padding": None}
-                    ).encode()
+                    same = {**json.loads(content), "truncation": None, "padding": None}
+                    content = json.dumps(same).encode()
                 digest.update(file.name.encode() + content)
     return digest.hexdigest()
