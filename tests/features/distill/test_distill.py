@@ -89,6 +89,10 @@ def test_the_sum_over_ragged_micro_batches_is_the_loss_of_all_labels(is_sequence
     if is_sequence:
         assert abs(torch.stack(means).mean() - expected) > 1e-3
     assert all(parameter.grad is None for parameter in teacher.parameters())
+    # Metrics that are named later count, too.
+    with torch.no_grad():
+        named = objective.with_metrics(("f1",)).sums(bind(student), fields)
+    assert named.statistics.keys() > objective.sums(bind(student), fields).statistics.keys()
 
 
 LAYOUTS = ["", slow("parallel=fsdp parallel.ranks=2")]
@@ -140,5 +144,5 @@ def test_a_teacher_of_other_classes_or_tokens_or_of_a_masked_model_is_one_line(o
             go(f"{learn} tokenizer.path=other")
     go(learn)
     masked = f"{line.format('y')} data.path=corpus.jsonl objective=distill"
-    with pytest.raises(ConfigError, match="distill: the model is made for masked_lm, and a"):
+    with pytest.raises(ConfigError, match="distill: the model is made for masked_lm, which it"):
         go(f"{masked} objective.teacher=bert")

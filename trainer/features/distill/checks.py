@@ -26,9 +26,7 @@ class TeacherOfRun(Feature):
             return
         option, _ = facts_of(run.model.module).objective(run.example) or ("next_token", "")
         if option not in {"next_token", "classify", "token_classify", "multiple_choice"}:
-            text = (
-                f"the model is made for {option}, and a teacher's logits are of tokens or classes"
-            )
+            text = f"the model is made for {option}, which it does not compute"
             raise ConfigError(f"objective=distill: {text}; take a causal model, or a classifier")
         place = f"objective.teacher={teacher}"
         named = getattr(getattr(frozen, "config", None), "id2label", None) or {}
@@ -45,13 +43,13 @@ class TeacherOfRun(Feature):
 
 def _has_other_ids(tokenizer: Any, teacher: str) -> bool:  # noqa: ANN401 - of any class
     """Whether the teacher's tokenizer gives a token another id than that of the run."""
-    path, stored = weights_path(teacher), RunFolder(weights_path(teacher)).config()
-    source: str | None = str(path)
-    if stored:
+    if not hasattr(tokenizer, "get_vocab"):
+        return False
+    source: str | None = str(weights_path(teacher))
+    if stored := RunFolder(weights_path(teacher)).config():
         config = from_plain(stored)
         source = config.tokenizer.params.get("path") or source_of_model(config)
-    theirs = model_library().tokenizer_beside(None, source, ())
-    if theirs is None or not hasattr(tokenizer, "get_vocab"):
+    if (theirs := model_library().tokenizer_beside(None, source, ())) is None:
         return False
     ids = tokenizer.get_vocab()
     return any(ids.get(token) != number for token, number in theirs.get_vocab().items())
