@@ -16,6 +16,7 @@ from tests.lib.run_support import curve, entries, go, overrides, shell, state
 from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer import train
 from trainer.core.errors import ConfigError
+from trainer.features.preferences.policies import DirectPreference, OddsRatio
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -132,6 +133,12 @@ def test_verify_proves_the_step_and_evaluations_have_the_rewards():
     assert last["eval_rewards_margin"] == pytest.approx(margin)
     assert shell(f"evaluate run={run.folder} eval.predictions=true") == 0
     assert shell(f"predict run={run.folder} data.path=pairs.jsonl log.generate_tokens=2") == 0
+
+
+@pytest.mark.parametrize("objective", [DirectPreference(), OddsRatio()])
+def test_pairs_without_labels_as_a_classifier_gets_them_are_refused(objective):
+    with pytest.raises(ConfigError, match=r"objective=(dpo|orpo): learns the tokens of answers"):
+        objective.weights({"input_ids": torch.zeros(1, 2, 3, dtype=torch.int64)})
 
 
 def test_a_run_without_pairs_is_refused():

@@ -36,6 +36,7 @@ from trainer.features.hugging_face.encode import ends_of, pad_token_of
 from trainer.features.hugging_face.filter import values_by_column
 from trainer.features.hugging_face.formats import columns_in
 from trainer.features.hugging_face.records import find_records
+from trainer.features.hugging_face.task import TASKS
 from trainer.features.hugging_face.token_cache import (
     cached_records,
     vocabulary_digest,
@@ -140,6 +141,7 @@ class HuggingFaceData(TwoSides):
             task=task or "causal_lm",
             columns=dict(columns or {}),
             of_numbers=objective == "regression",
+            of_pairs=objective != TASKS[task or "causal_lm"].objective,
             # What is predicted may be without the column.
             filter_by=values_by_column(filter or {}) if learns else {},
             model_labels=tuple(model_labels or ()),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from trainer.core.micro_batch import IGNORED
 from trainer.data.chat import encode_samples
 from trainer.data.collate import ATTENTION_MASK, LABELS
-from trainer.data.conversation import Message, normalize_messages
+from trainer.data.conversation import ASSISTANT, Message
 from trainer.data.samples import INPUT_IDS
-from trainer.features.hugging_face import encode
+from trainer.features.hugging_face import chat_encoder, encode
 from trainer.features.hugging_face.label_encoders import padded_rows
 
 SAME = "whose chosen and rejected are the same"
@@ -35,30 +34,23 @@ def preference_fields(
     prompt, sides = _parts(record, joins=scores)
     rows = {INPUT_IDS: list[Any](), ATTENTION_MASK: list[Any](), LABELS: list[Any]()}
     for side in sides:
-        (ids, counts), *others = encode_samples(
+        (encoded, *others) = encode_samples(
             encoder.tokenizer,
             prompt,
             side,
-            tools=record.get("tools"),
-            chat_template=options["chat_template"],
-            chat_template_kwargs=options["chat_template_kwargs"],
+            **chat_encoder.rendering(record, options),
             learns_all=scores,
         )
         if others:
             text = "answers of several turns, which the chat template renders otherwise later on"
             raise ValueError(f"{text}; leave one turn of each")
-        if len(ids) > encoder.max_length and encoder.overlong == "drop":
-            raise encode.DroppedError(encode.LONGER)
-        rest = slice(-encoder.max_length, None)
-        if options["truncation"] == "right":
-            rest = slice(encoder.max_length)
-        row, counted = np.array(ids[rest]), np.array(counts[rest])
-        # The first token is never predicted
-        if not counted[1:].any() and not scores:
-            raise encode.DroppedError("without a loss term")
-        rows[INPUT_IDS].append(row.tolist())
-        rows[ATTENTION_MASK].append([1] * len(row))
-        rows[LABELS].append(np.where(counted, row, IGNORED).tolist())
+        for weight in {*encoded[1]} - {0, 1}:
+            text = "and the answers of a pair count once; leave it out"
+            raise ValueError(f"a message has the weight {weight:g}, {text}")
+        row = chat_encoder.fitted(encoder, encoded, options, learns=not scores)
+        rows[INPUT_IDS].append(row[INPUT_IDS].tolist())
+        rows[ATTENTION_MASK].append([1] * len(row[INPUT_IDS]))
+        rows[LABELS].append(row[LABELS].tolist())
     if rows[INPUT_IDS][1:] == rows[INPUT_IDS][:-1] != []:
         raise encode.DroppedError(SAME)
     if scores:
@@ -70,20 +62,26 @@ def preference_fields(
 
 
 def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[Answer]]:
-    """Give the prompt and the answers; what answers without a prompt begin with is their prompt.
+    """Give the prompt and the answers, which may begin with it.
 
-    Of conversations those are whole messages, and of texts whole words.
+    What both begin with is the prompt where there is none: whole messages, or whole words.
     """
-    prompt, sides = record.get("prompt"), list[Answer]()
+    prompt, sides = None, list[Answer]()
     for role in ("chosen", "rejected"):
         if role in record:
             value = record[role]
-            sides.append(encode.text_of(record, role) if isinstance(value, str) else _read(value))
-    # Beside a prompt in text, some files have conversations that begin with it.
+            if isinstance(value, str):
+                encode.text_of(record, role)
+            sides.append(chat_encoder.text_or_messages(value))
+    if record.get("prompt") is not None:
+        prompt = chat_encoder.text_or_messages(record["prompt"])
     if isinstance(prompt, str) and isinstance(sides[0], list):
-        prompt = None
+        prompt = _question(prompt, sides)
     if prompt is not None:
-        return prompt if isinstance(prompt, str) else _read(prompt), sides
+        size = len(prompt)
+        if all(side[:size] == prompt and side[size:] for side in sides):
+            sides = [side[size:] for side in sides]
+        return prompt, sides
     first, last = sides[0], sides[-1]
     both = zip(first, last, strict=False)
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], both)])
@@ -97,8 +95,16 @@ def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[
     return first[:at], [side[at:] for side in sides]
 
 
-def _read(value: Any) -> list[Message]:  # noqa: ANN401 - any JSON
-    return normalize_messages(value)
+def _question(prompt: str, sides: Iterable[Answer]) -> list[Message] | None:
+    """Give the message of a prompt in text; None where the conversations have it already."""
+    talks, asked = [side for side in sides if isinstance(side, list)], ("user", prompt.strip())
+    turns = [[(turn["role"], str(turn.get("content")).strip()) for turn in talk] for talk in talks]
+    if not asked[1] or all(asked in of_talk for of_talk in turns):
+        return None
+    if any(talk[0]["role"] != ASSISTANT for talk in talks):
+        text = "its answers begin with other messages than its prompt"
+        raise ValueError(f"{text}; to leave the prompt out, type 'data.columns={{prompt:null}}'")
+    return [{"role": "user", "content": prompt}]
 
 
 def _margin(value: Any) -> float:  # noqa: ANN401 - any JSON

@@ -71,7 +71,7 @@ def cached_records(
                 selected = selected_rows(place, parts, options.filter_by, is_json=is_json)
                 parts = {part: parts[part].select(own) for part, own in selected.items()}
             form = _recognised(source, parts, options)
-            first = islice(records_of_parts(source, parts), _LOOKED_AT)
+            first = [*islice(records_of_parts(source, parts), _LOOKED_AT)]
             ignored = chat_encoder.unread_by_template(form, first, tokenizer, options.of_answers)
             encode_record, facts = fields_of(source, parts, form, tokenizer, options)
             rows = facts.pop("rows", None)
@@ -103,7 +103,7 @@ def cached_records(
             "overlong": encoder.overlong,
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
             "kept": [sum(map(len, selected.values())), num_records] if selected else None,
-            "unused": _unused(options, encoder, form.name),
+            "unused": _unused(options, encoder, first),
         }
         if not options.learns:
             facts["num_records"] = {part: len(records) for part, records in parts.items()}
@@ -113,7 +113,7 @@ def cached_records(
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
     # The number goes up where the same records become other entries.
-    return index.cached_index("hf", settings, {}, build, reader=f"8|{state}")
+    return index.cached_index("hf", settings, {}, build, reader=f"9|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -135,14 +135,22 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
             raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
     if options.trained_format is not None:
         return as_trained(place, columns, options.trained_format, options.columns)
-    return recognise(place, columns, options.task, options.columns, learns=options.learns)
+    typed, how = options.columns, {"learns": options.learns, "of_pairs": options.of_pairs}
+    return recognise(place, columns, options.task, typed, **how)
 
 
-def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) -> dict[str, str]:
-    """Say of options that were typed and do nothing what they are for."""
+def _unused(
+    options: EncodeOptions, encoder: encode.RecordEncoder, first: Sequence[Any]
+) -> dict[str, str]:
+    """Say of options that were typed and do nothing what they are for, by the first records."""
+    form = encoder.format
     is_chat = chat_encoder.has_template(encoder.tokenizer, options.of_answers)
-    used = chat_encoder.answer_options(form, encoder.overlong, is_chat=is_chat)
-    these = f"and these records are {form} under data.overlong={encoder.overlong}"
+    if form.name == "prompt and completion":
+        is_chat = any(chat_encoder.messages_in(form, first, "completion"))
+    used = chat_encoder.answer_options(
+        form.name, encoder.overlong, options.of_answers, is_chat=is_chat
+    )
+    these = f"and these records are {form.name} under data.overlong={encoder.overlong}"
     unused = dict[str, str]()
     for name, (default, purpose) in encode.OF_ANSWERS.items():
         if options.of_answers[name] != default and name not in used:
