@@ -146,9 +146,7 @@ def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokenCounts: 
     if not completion.strip():
         raise ValueError("the completion is empty, so that there is nothing to learn")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    text = prompt + completion
-    if eos and not completion.endswith(eos):
-        text += eos
+    text = prompt + completion + (eos if eos and not completion.endswith(eos) else "")
     encoded = tokenizer(
         text,
         # Those of the tokenizer begin with a BOS, of which the text may have one already.

@@ -143,7 +143,11 @@ def test_which_answers_are_learned_counts_for_completions_of_messages_alone(tmp_
     assert written(data).count("⟦") == 1
     assert not data.facts().unused
     text = {"prompt": "a", "completion": "b"}
-    for each, more in ((text, {}), (record, {"completion_only_loss": False})):
+    for each, more in (
+        (text, {}),
+        (record, {"completion_only_loss": False}),
+        (CHAT, {"assistant_only_loss": False}),
+    ):
         assert {*opened(tmp_path, each, answers="last", **more).facts().unused} == {"answers"}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.components import Overlong
 from trainer.core.micro_batch import IGNORED
 from trainer.data.chat import Chat, TokenCounts, encode_samples
 from trainer.data.collate import LABELS, WEIGHT
@@ -89,20 +88,23 @@ def weighs_messages(form: Format, records: Iterable[Any]) -> bool:
 
 
 def answer_options(
-    form: str, overlong: Overlong, options: Mapping[str, Any], *, is_chat: bool
+    encoder: encode.RecordEncoder, options: Mapping[str, Any], first: Iterable[Any]
 ) -> Collection[str]:
-    """Name the options of `OF_ANSWERS` that count for records of a format, as a template has it."""
-    if form in {"preference", "comparison"}:
-        return ("chat_template", "chat_template_kwargs", *["truncation"] * (overlong == "cut"))
-    if form not in {"chat", "prompt and completion", "instruction"}:
-        return ()
-    of_loss = "assistant_only_loss"
-    if not is_chat or form == "prompt and completion":
-        of_loss = "completion_only_loss"
-    names = {of_loss}
+    """Name the options of `OF_ANSWERS` that count for records of which these are the first."""
+    form, is_chat = encoder.format.name, has_template(encoder.tokenizer, options)
+    if form == "prompt and completion":
+        is_chat = any(messages_in(encoder.format, first, "completion"))
+    names = set[str]()
+    if form in {"chat", "prompt and completion", "instruction"}:
+        of_loss = "assistant_only_loss"
+        if not is_chat or form == "prompt and completion":
+            of_loss = "completion_only_loss"
+        names |= {of_loss, *["answers"] * (is_chat and options[of_loss])}
+    elif form not in {"preference", "comparison"}:
+        return names
     if is_chat:
-        names |= {"chat_template", "chat_template_kwargs", *["answers"] * options[of_loss]}
-    if overlong == "cut":
+        names |= {"chat_template", "chat_template_kwargs"}
+    if encoder.overlong == "cut":
         names.add("truncation")
     return names
 

@@ -122,11 +122,6 @@ class HuggingFaceData(TwoSides):
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
         self._max_length = max_length or min(each for each in limits if each)
         self._tokenizer = tokenizer
-        if answers != "all" and not assistant_only_loss:
-            raise ConfigError(
-                f"data.answers={answers}: data.assistant_only_loss=false learns every token; leave "
-                "one of the two out"
-            )
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
         self._vocabulary = vocabulary_digest(tokenizer)

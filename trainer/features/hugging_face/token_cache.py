@@ -143,14 +143,8 @@ def _unused(
     options: EncodeOptions, encoder: encode.RecordEncoder, first: Sequence[Any]
 ) -> dict[str, str]:
     """Say of options that were typed and do nothing what they are for, by the first records."""
-    form = encoder.format
-    is_chat = chat_encoder.has_template(encoder.tokenizer, options.of_answers)
-    if form.name == "prompt and completion":
-        is_chat = any(chat_encoder.messages_in(form, first, "completion"))
-    used = chat_encoder.answer_options(
-        form.name, encoder.overlong, options.of_answers, is_chat=is_chat
-    )
-    these = f"and these records are {form.name} under data.overlong={encoder.overlong}"
+    used = chat_encoder.answer_options(encoder, options.of_answers, first)
+    these = f"and these records are {encoder.format.name} under data.overlong={encoder.overlong}"
     unused = dict[str, str]()
     for name, (default, purpose) in encode.OF_ANSWERS.items():
         if options.of_answers[name] != default and name not in used:
