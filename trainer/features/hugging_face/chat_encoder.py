@@ -59,11 +59,7 @@ def unread_by_template(
     words = {*re.findall(r"\w+", template)}
     if words & _REASONING:
         words |= _REASONING
-    unread = list[str]()
-    for key, name in found.items():
-        if key not in words:
-            unread.append(name)
-    return unread
+    return [name for key, name in found.items() if key not in words]
 
 
 def messages_in(

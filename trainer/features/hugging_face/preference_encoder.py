@@ -15,7 +15,6 @@ from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import chat_encoder, encode
 from trainer.features.hugging_face.label_encoders import padded_rows
 
-SAME = "whose chosen and rejected are the same"
 Answer = str | list[Message]
 
 
@@ -32,15 +31,10 @@ def preference_fields(
     one; and one text may be alone, where there is nothing to be learned.
     """
     prompt, sides = _parts(record, joins=scores)
-    rows = {INPUT_IDS: list[Any](), ATTENTION_MASK: list[Any](), LABELS: list[Any]()}
+    how = {**chat_encoder.rendering(record, options), "learns_all": scores}
+    ids, labels = list[list[int]](), list[list[int]]()
     for side in sides:
-        (encoded, *others) = encode_samples(
-            encoder.tokenizer,
-            prompt,
-            side,
-            **chat_encoder.rendering(record, options),
-            learns_all=scores,
-        )
+        encoded, *others = encode_samples(encoder.tokenizer, prompt, side, **how)
         if others:
             text = "answers of several turns, which the chat template renders otherwise later on"
             raise ValueError(f"{text}; leave one turn of each")
@@ -48,13 +42,13 @@ def preference_fields(
             text = "and the answers of a pair count once; leave it out"
             raise ValueError(f"a message has the weight {weight:g}, {text}")
         row = chat_encoder.fitted(encoder, encoded, options, learns=not scores)
-        rows[INPUT_IDS].append(row[INPUT_IDS].tolist())
-        rows[ATTENTION_MASK].append([1] * len(row[INPUT_IDS]))
-        rows[LABELS].append(row[LABELS].tolist())
-    if rows[INPUT_IDS][1:] == rows[INPUT_IDS][:-1] != []:
-        raise encode.DroppedError(SAME)
-    if scores:
-        del rows[LABELS]
+        ids.append(row[INPUT_IDS].tolist())
+        labels.append(row[LABELS].tolist())
+    if ids[1:] == ids[:-1] != []:
+        raise encode.DroppedError("whose chosen and rejected are the same")
+    rows = {INPUT_IDS: ids, ATTENTION_MASK: [[1] * len(row) for row in ids]}
+    if not scores:
+        rows[LABELS] = labels
     fields: dict[str, Any] = padded_rows(rows, encode.pad_token_of(encoder.tokenizer))
     if scores and "margin" in record:
         fields["margin"] = _margin(record["margin"])
@@ -66,15 +60,10 @@ def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[
 
     What both begin with is the prompt where there is none: whole messages, or whole words.
     """
-    prompt, sides = None, list[Answer]()
-    for role in ("chosen", "rejected"):
-        if role in record:
-            value = record[role]
-            if isinstance(value, str):
-                encode.text_of(record, role)
-            sides.append(chat_encoder.text_or_messages(value))
-    if record.get("prompt") is not None:
-        prompt = chat_encoder.text_or_messages(record["prompt"])
+    read, prompt = chat_encoder.text_or_messages, record.get("prompt")
+    sides = [read(record[role]) for role in ("chosen", "rejected") if role in record]
+    if prompt is not None:
+        prompt = read(prompt)
     if isinstance(prompt, str) and isinstance(sides[0], list):
         prompt = _question(prompt, sides)
     if prompt is not None:

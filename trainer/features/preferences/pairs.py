@@ -26,11 +26,7 @@ def pair_rows(fields: Fields, key: str) -> dict[str, Tensor]:
             f"{key}: takes pairs, input_ids of (samples, 2, time), and the data give {shape}: give "
             "records with chosen and rejected to data=hf"
         )
-    rows = dict[str, Tensor]()
-    for name, field in fields.items():
-        if field.shape == ids.shape:
-            rows[name] = field.flatten(0, 1)
-    return rows
+    return {name: each.flatten(0, 1) for name, each in fields.items() if each.shape == ids.shape}
 
 
 def answer_logps(model: ModelRun, rows: Fields) -> Tensor:
