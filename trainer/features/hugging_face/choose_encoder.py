@@ -51,6 +51,8 @@ class EncodeOptions:
     learns: bool = True
     # Whether labels are numbers, whatever they look like
     of_numbers: bool = False
+    # Whether pairs of answers are read where another format fits, too
+    of_pairs: bool = True
     # Values by column that records have which are kept
     filter_by: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # Name and columns of the format that a run read, for records without labels

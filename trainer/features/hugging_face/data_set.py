@@ -36,6 +36,7 @@ from trainer.features.hugging_face.encode import ends_of, pad_token_of
 from trainer.features.hugging_face.filter import values_by_column
 from trainer.features.hugging_face.formats import columns_in
 from trainer.features.hugging_face.records import find_records
+from trainer.features.hugging_face.task import TASKS
 from trainer.features.hugging_face.token_cache import cached_records, vocabulary_digest
 from trainer.features.hugging_face.tokenizers import read_template
 
@@ -120,11 +121,6 @@ class HuggingFaceData(TwoSides):
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
         self._max_length = max_length or min(each for each in limits if each)
         self._tokenizer = tokenizer
-        if answers != "all" and not assistant_only_loss:
-            raise ConfigError(
-                f"data.answers={answers}: data.assistant_only_loss=false learns every token; leave "
-                "one of the two out"
-            )
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
         self._vocabulary = vocabulary_digest(tokenizer)
@@ -139,6 +135,7 @@ class HuggingFaceData(TwoSides):
             task=task or "causal_lm",
             columns=dict(columns or {}),
             of_numbers=objective == "regression",
+            of_pairs=objective != TASKS[task or "causal_lm"].objective,
             filter_by=values_by_column(filter or {}),
             model_labels=tuple(model_labels or ()),
             label_names=names,

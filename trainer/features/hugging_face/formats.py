@@ -61,17 +61,21 @@ def recognise(
     filtered: Collection[str] = (),
     *,
     learns: bool = True,
+    of_pairs: bool = True,
 ) -> Format:
     """Find the format of records by their columns, for a model that is made for a task.
 
     Columns are `typed` by role in place of the usual ones; None under the name of a column leaves
     it out. One that nothing reads, and that changes what a record means, is refused, unless it is
-    `filtered` by. Without `learns` what is learned is not read, and need not be there.
+    `filtered` by. Without `learns` what is learned is not read, and need not be there. Unless
+    `of_pairs`, a format of pairs of answers is the last that is tried.
     """
     if not learns:
         typed = _without_learned(typed or {}, columns, task)
     readable, named = _typed_roles(typed or {}, columns)
     formats = [*_usual(task, learns=learns)]
+    if not of_pairs:
+        formats.sort(key=lambda each: "rejected" in each[1])
     _check_typed(named, columns, task, formats)
     for name, usual in formats:
         found = _roles_in(readable, name, usual, named, learns=learns)

@@ -73,7 +73,7 @@ def cached_records(
                 selected = selected_rows(place, parts, options.filter_by, is_json=is_json)
                 parts = {part: parts[part].select(own) for part, own in selected.items()}
             form = _recognised(source, parts, options)
-            first = islice(records_of_parts(source, parts), _LOOKED_AT)
+            first = [*islice(records_of_parts(source, parts), _LOOKED_AT)]
             ignored = chat_encoder.unread_by_template(form, first, tokenizer, options.of_answers)
             encode_record, facts = fields_of(source, parts, form, tokenizer, options)
             rows = facts.pop("rows", None)
@@ -103,8 +103,8 @@ def cached_records(
             "divided": [written.num_divided, written.num_answers],
             "overlong": encoder.overlong,
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
-            "kept": selected and [sum(map(len, parts.values())), sum(num_records.values())],
-            "unused": _unused(options, encoder, form.name),
+            "kept": selected and [sum(map(len, selected.values())), sum(num_records.values())],
+            "unused": _unused(options, encoder, first),
         }
         if not options.learns:
             facts["num_records"] = num_records
@@ -137,14 +137,16 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
     filtered = options.filter_by
     if options.trained_format is not None:
         return as_trained(place, columns, options.trained_format, options.columns, filtered)
-    return recognise(place, columns, options.task, options.columns, filtered, learns=options.learns)
+    typed, how = options.columns, {"learns": options.learns, "of_pairs": options.of_pairs}
+    return recognise(place, columns, options.task, typed, filtered, **how)
 
 
-def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) -> dict[str, str]:
-    """Say of options that were typed and do nothing what they are for."""
-    is_chat = chat_encoder.has_template(encoder.tokenizer, options.of_answers)
-    used = chat_encoder.answer_options(form, encoder.overlong, is_chat=is_chat)
-    these = f"and these records are {form} under data.overlong={encoder.overlong}"
+def _unused(
+    options: EncodeOptions, encoder: encode.RecordEncoder, first: Sequence[Any]
+) -> dict[str, str]:
+    """Say of options that were typed and do nothing what they are for, by the first records."""
+    used = chat_encoder.answer_options(encoder, options.of_answers, first)
+    these = f"and these records are {encoder.format.name} under data.overlong={encoder.overlong}"
     unused = dict[str, str]()
     for name, (default, purpose) in encode.OF_ANSWERS.items():
         if options.of_answers[name] != default and name not in used:
