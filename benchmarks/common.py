@@ -7,6 +7,7 @@ meanwhile, and a figure is the median of the quiet runs where at least half of t
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -126,6 +127,17 @@ class Figures:
             "seconds": [timing.seconds for timing in self.timings],
             "foreign": [timing.foreign for timing in self.timings],
         }
+
+
+def parser_of(description: str | None, name: str, **numbers: int) -> argparse.ArgumentParser:
+    """Give a parser of numbers with their defaults, and of the file that results go to."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for number, default in numbers.items():
+        parser.add_argument(f"--{number}", type=int, default=default)
+    parser.add_argument("--json", type=Path, default=FOLDER / f"{name}.json")
+    return parser
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/dpo.py [--steps 3] [--rounds 3] [--pairs 64] [--hidden 256] [--layers 4]
                              [--vocab 2048] [--length 512] [--threads 2] [--json FILE]
+                             [--loss sigmoid] [--folder FOLDER]
 
 `pip install '.[hf]' trl` for both rows; without TRL its row says so. All is in fp32 on a CPU.
 
@@ -11,21 +12,27 @@ weights, tokens and SGD, so that the order of pairs is none of the figures, and 
 step are to agree. The clock runs over the steps alone; rounds are interleaved. TRL takes
 micro-batches of 8 pairs, without recomputation; it computes entropies and accuracies of tokens,
 too. `ours` is what `accum=auto` does.
+
+`--loss` is `sigmoid`, `ipo` or `hinge`. `--folder` has a `model` and `pairs.jsonl` in place of
+those that are made. The figures of tests/features/preferences/test_trl.py are so made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from common import FOLDER, print_table, write_results
-from sft import docstrings, write_files
+from common import parser_of, print_table, write_results
+from sft import SIZES, docstrings, peer_arguments, write_files
 
 from trainer import train
 
@@ -33,24 +40,27 @@ MICRO = 8  # pairs
 RATE = 0.1
 
 
-def write_pairs(folder: Path, count: int, length: int) -> int:
-    """Write the pairs, none of which is too long; gives their tokens."""
+def lengths_of(folder: Path, pairs: Sequence[Mapping[str, str]]) -> list[list[int]]:
+    """Count the tokens of both rows of each pair, with those that end them."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    known, tokens, lines = list(docstrings()), 0, list[str]()
+    found = list[list[int]]()
+    for pair in pairs:
+        rows = (pair["prompt"] + pair[side] for side in ("chosen", "rejected"))
+        found.append([len(tokenizer(row)["input_ids"]) + 1 for row in rows])
+    return found
+
+
+def write_pairs(folder: Path, count: int, length: int) -> None:
+    """Write the first pairs that are not too long."""
+    known, pairs = list(docstrings()), list[dict[str, str]]()
     for i, (name, text) in enumerate(known):
-        pair = {"prompt": f"What does {name} do?\n"}
-        pair |= {"chosen": text, "rejected": known[(i + 7) % len(known)][1]}
-        lengths = [
-            len(tokenizer(pair["prompt"] + pair[side])["input_ids"]) + 1
-            for side in ("chosen", "rejected")
-        ]
-        if max(lengths) <= length and len(lines) < count:
-            lines.append(json.dumps(pair))
-            tokens += sum(lengths)
-    (folder / "pairs.jsonl").write_text("\n".join(lines))
-    return tokens
+        other = known[(i + 7) % len(known)][1]
+        pairs.append({"prompt": f"What does {name} do?\n", "chosen": text, "rejected": other})
+    sized = zip(pairs, lengths_of(folder, pairs), strict=True)
+    lines = [json.dumps(pair) for pair, lengths in sized if max(lengths) <= length]
+    (folder / "pairs.jsonl").write_text("\n".join(lines[:count]))
 
 
 def ours(folder: Path, arguments: argparse.Namespace) -> tuple[list[float], float]:
@@ -65,6 +75,7 @@ def ours(folder: Path, arguments: argparse.Namespace) -> tuple[list[float], floa
             "data.holdout=0",
             f"data.max_length={arguments.length}",
             "objective=dpo",
+            f"objective.loss={arguments.loss}",
             f"batch.global={arguments.pairs}",
             "optimizer=sgd",
             "optimizer.momentum=0",
@@ -92,7 +103,8 @@ def trl(folder: Path, arguments: argparse.Namespace) -> tuple[list[float], float
 
     transformers.logging.set_verbosity_error()
     disable_progress_bars()
-    clock = Clock()
+    # A mean of means is that of all where each is of as many pairs.
+    clock, micro = Clock(), math.gcd(MICRO, arguments.pairs)
 
     class Watch(transformers.TrainerCallback):
         """Times the steps."""
@@ -107,21 +119,15 @@ def trl(folder: Path, arguments: argparse.Namespace) -> tuple[list[float], float
     trainer = DPOTrainer(
         model=model,
         args=DPOConfig(
-            output_dir=str(folder / "other"),
-            per_device_train_batch_size=MICRO,
-            gradient_accumulation_steps=max(1, arguments.pairs // MICRO),
-            max_steps=arguments.steps,
+            **peer_arguments(folder, micro, arguments.pairs // micro, arguments.steps),
             max_length=arguments.length,
+            loss_type=arguments.loss,
             learning_rate=RATE,
             lr_scheduler_type="constant",
             optim="sgd",
-            max_grad_norm=0.0,
             gradient_checkpointing=False,
             use_cpu=True,
             bf16=False,
-            disable_tqdm=True,
-            report_to="none",
-            save_strategy="no",
             logging_steps=1,
         ),
         train_dataset=load_dataset(
@@ -143,26 +149,22 @@ class Clock:
 
 def main() -> None:
     """Measure, print the table, and write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=FOLDER / "dpo.json")
+    numbers = {**SIZES, "steps": 3, "rounds": 3, "pairs": 64, "length": 512}
+    parser = parser_of(__doc__, "dpo", **numbers)
+    parser.add_argument("--loss", default="sigmoid")
+    parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
-    arguments.records = 8
     torch.set_num_threads(arguments.threads)
     found: dict[str, dict[str, Any]] = {"ours": {"rates": []}, "trl": {"rates": []}}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_files(folder, arguments)
-        tokens = write_pairs(folder, arguments.pairs, arguments.length)
+        folder, arguments.records = Path(name), 8
+        if arguments.folder:
+            shutil.copytree(arguments.folder, folder, dirs_exist_ok=True)
+        else:
+            write_files(folder, arguments)
+            write_pairs(folder, arguments.pairs, arguments.length)
+        pairs = [json.loads(line) for line in (folder / "pairs.jsonl").open()]
+        tokens = sum(map(sum, lengths_of(folder, pairs)))
         for number in range(arguments.rounds):
             pair = [("ours", ours), ("trl", trl)]
             for key, measure in pair[:: 1 - 2 * (number % 2)]:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from common import FOLDER, Figures, print_table, write_results
+from common import Figures, parser_of, print_table, write_results
 from peers import Task, forget_accelerate
 from ragged import GLOBAL, Setting, fresh_notebook, train_ours, watched
 from torch.optim.lr_scheduler import LambdaLR
@@ -54,6 +54,7 @@ TEMPLATE = (
 )
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 OURS, OURS_PACKED = "ours", "ours packed"
+SIZES = {"threads": 2, "hidden": 256, "layers": 4, "vocab": 2048}
 MODULES = 400  # of the standard library, in order of their names
 
 
@@ -83,19 +84,26 @@ class Bench:
     def arguments(self, task: Task) -> dict[str, Any]:
         """Give what TRL and Hugging Face are both told."""
         return {
-            "output_dir": str(self.folder / "other"),
-            "per_device_train_batch_size": task.micro,
-            "gradient_accumulation_steps": task.accum_steps,
-            "max_steps": task.num_steps,
-            "train_sampling_strategy": "sequential",
+            **peer_arguments(self.folder, task.micro, task.accum_steps, task.num_steps),
             "bf16": task.bf16,
-            "max_grad_norm": 0.0,
             "use_cpu": self.device == "cpu",
-            "disable_tqdm": True,
-            "report_to": "none",
-            "save_strategy": "no",
             "logging_strategy": "no",
         }
+
+
+def peer_arguments(folder: Path, micro: int, accum_steps: int, num_steps: int) -> dict[str, Any]:
+    """Give what trainers of Hugging Face's kind are told of any training."""
+    return {
+        "output_dir": str(folder / "other"),
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": accum_steps,
+        "max_steps": num_steps,
+        "train_sampling_strategy": "sequential",
+        "max_grad_norm": 0.0,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
 
 
 def hugging_face(bench: Bench, task: Task, *, packed: bool = False) -> None:
@@ -309,20 +317,10 @@ def print_results(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 def main() -> None:
     """Measure, print the table, and write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    numbers = {**SIZES, "steps": 4, "rounds": 5, "records": 1024, "length": 1024}
+    parser = parser_of(__doc__, "sft", **numbers)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--records", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--json", type=Path, default=FOLDER / "sft.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as name:

@@ -1,5 +1,9 @@
-"""Pairs of answers, a model that learns from them, and their losses as one writes them by hand."""
+"""Pairs of answers, a model that learns from them, and their losses as one writes them by hand.
 
+`python -m tests.lib.preference_toys FOLDER` writes what TRL is compared on.
+"""
+
+import sys
 from pathlib import Path
 
 import torch
@@ -8,8 +12,17 @@ import transformers
 from torch import Tensor
 
 from tests.lib.hf_toys import WORDS, save_llama, save_tokenizer, write_lines
+from tests.lib.run_support import state
+from trainer.cli.python_api import FinishedRun
 
 NUM_PAIRS = 10
+ONE_STEP = (
+    "model=hf data=hf data.path=pairs.jsonl data.holdout=0 scheduler=constant clip_norm=null "
+    f"batch.global={NUM_PAIRS} optimizer=sgd optimizer.lr=1 optimizer.momentum=0"
+)
+"""What is typed for steps of all pairs that a plain loop takes, too."""
+EXACT, WRONG = 1e-10, 1e-4
+"""Errors of a step that is the same in float64, and of another one."""
 
 
 def words(first: int, count: int) -> str:
@@ -33,6 +46,27 @@ def save_pair_files() -> None:
     save_llama(Path("llama"))
     save_tokenizer(Path("llama"), 300)
     write_lines(Path("pairs.jsonl"), PAIRS)
+
+
+def save_fixed_files(folder: Path) -> None:
+    """Write a model `model` whose weights and tokens are the same everywhere, and the pairs."""
+    save_llama(folder / "model", 260, max_position_embeddings=256)
+    save_tokenizer(folder / "model", 260)  # bytes alone: no merges, and the four special tokens
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        for i, (_, weight) in enumerate(sorted(model.named_parameters()), start=1):
+            waves = torch.sin(i * torch.arange(weight.numel(), dtype=torch.float64))
+            weight.copy_(0.3 * waves.view(weight.shape) + (weight.dim() == 1))
+    model.save_pretrained(folder / "model")
+    write_lines(folder / "pairs.jsonl", PAIRS)
+
+
+def error(run: FinishedRun, expected: dict[str, Tensor]) -> float:
+    """How far the weights of a run are from those of a model of transformers, by the largest."""
+    found = {name.rpartition("model.")[2]: weight for name, weight in state(run).items()}
+    largest = max(float(each.abs().max()) for each in expected.values())
+    gaps = (found[name.rpartition("model.")[2]] - each for name, each in expected.items())
+    return max(float(gap.abs().max()) for gap in gaps) / largest
 
 
 def batch_of(pairs: list[dict]) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,3 +112,7 @@ def pair_losses(name: str, model: torch.nn.Module, before: torch.nn.Module, pair
         "ipo": lambda: (gap - 5) ** 2,
     }
     return losses[name]().mean()
+
+
+if __name__ == "__main__":
+    save_fixed_files(Path(sys.argv[1]))

@@ -37,7 +37,10 @@ def assemble(
     typed = TypedParts.of(config)
 
     # The data. The config gets the size of the steps by their number, where nobody typed it.
-    source = open_data(config, world, typed.tokenizer, saved.terms.given.get("label_names"))
+    known, names = saved.terms.record_format, saved.terms.given.get("label_names")
+    if not config.reads_all and "data" not in config.resume_allow:
+        known = None  # of the same data it is found again
+    source = open_data(config, world, typed.tokenizer, names, known)
     lengths, sizes = source.train.lengths, batch_sizes(config)
     if sizes.is_constant:
         recorded, chosen = saved.terms.contract, typed.objective

@@ -88,7 +88,7 @@ def open_data(
 
     `tokenizer` is the run's, which data that take one are given. `labels` are the classes that the
     run has learnt, whose numbers hold in other data that are evaluated; `trained_format` says how
-    its records were read.
+    its records were read, where these are others.
     """
     # `train` and `plan` show what is found on both sides.
     compares, own = config.command in {"train", "plan"}, config.data
@@ -99,11 +99,10 @@ def open_data(
     others += [(name, f"{EVAL_SETS}.{name}", each) for name, each in config.eval.sets.items()]
     is_whole = config.reads_all
     holds_out = not is_whole and own.eval_path is None
-    spec = partial(_spec, config, tokenizer)
+    spec = partial(_spec, config, tokenizer, trained_format=trained_format)
     opened, warnings = _with_sources(config, own, partial(spec, holds_out=holds_out), world)
     if is_whole:
-        spec = partial(spec, labels=labels, trained_format=trained_format)
-        data = spec("data", opened, holds_out=holds_out).open_all(world)
+        data = spec("data", opened, holds_out=holds_out, labels=labels).open_all(world)
     else:
         data = spec("data", opened, holds_out=holds_out).open(world, compares=compares)
     split = replace(data.split, warnings=(*warnings, *data.split.warnings))
@@ -121,7 +120,8 @@ def open_data(
             labels = facts.label_names
             if facts.num_classes and not labels:
                 labels = ()
-            part = spec(key, component, holds_out=False, labels=labels).open_all(world).train
+            own_spec = partial(spec, labels=labels, trained_format=facts.record_format)
+            part = own_spec(key, component, holds_out=False).open_all(world).train
             its_own = dict[str, Any]()
             for setting, value in component.params.items():
                 # What it shares with the data was refused there, under its own key.
@@ -240,13 +240,14 @@ def _spec(
         **{"on_bad": config.data.on_bad, "seed": split_seed, "split_seed": split_seed},
         **(tokenizer or RunTokenizer(config)).given_to(component, "data"),
         "label_names": labels,
+        "trained_format": trained_format,
         "model_path": source_of_model(config),
         "objective": config.objective.name,
     }
     # Of what cannot be read it says why there is no prediction.
     is_asked = config.command in OF_OTHER_DATA
     if is_asked:
-        given |= {"learns": False, "trained_format": trained_format}
+        given |= {"learns": False}
     if "task" in taken:
         given |= purpose_of_model(config)
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY

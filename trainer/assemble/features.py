@@ -70,10 +70,12 @@ class Feature:
             ConfigError: what was typed does not fit the model or the steps.
         """
 
-    def decided(self, objective: Objective, data: DataView) -> Mapping[str, Any]:
+    def decided(
+        self, objective: Objective, data: DataView, recorded: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Give arguments of the objective that the training data decide, by their new values.
 
-        A run that is read again has those that it was trained with.
+        A run that is read again has those of its contract, `recorded`, so that no data are read.
         """
         return {}
 

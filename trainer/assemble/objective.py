@@ -77,14 +77,12 @@ def choose_objective(
     recorded: Mapping[str, Any],
 ) -> Chosen:
     """Take the objective that was typed, or the one for the model; samples are prepared for it."""
-    chosen = typed
-    if chosen is None:
+    if (chosen := typed) is None:
         fields = loader.load(loader.longest())
         chosen = fitting_objective(config, module, fields, tokenizer)
     found = dict[str, Any]()
     for feature in features:
-        for name, value in feature.decided(chosen.objective, loader.dataset).items():
-            found[name] = recorded.get(f"objective.{name}", value)
+        found |= feature.decided(chosen.objective, loader.dataset, recorded)
     if found:
         component = chosen.component
         component = component.model_copy(update={"params": {**component.params, **found}})

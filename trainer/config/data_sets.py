@@ -16,7 +16,7 @@ from trainer.config.messages import NO_CLASS, Tree, line
 from trainer.config.option_files import options_of
 from trainer.core.errors import ConfigError
 
-OF_OWN_DATA = ("data.holdout", "data.max_samples", "data.part", "data.subset")
+OF_OWN_DATA = ("data.holdout", "data.max_samples", "data.part", "data.subset", "data.filter")
 """Keys by which a run takes a part of its data."""
 SOURCE_WEIGHT = "weight"  # setting of a source beside those of its class
 

@@ -18,6 +18,7 @@ from trainer.config.declared import declared
 from trainer.config.messages import Tree, flat, line, lookup, refusals
 from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
+from trainer.core.format import AVERAGED
 
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
 # Of a cut that takes both, so that any two of three sizes do
@@ -128,6 +129,9 @@ def _place_faults(view: Tree) -> Iterator[str]:
     for key in view:
         if key.startswith(f"{EVAL_SETS}.") and key.endswith(".holdout"):
             yield line(key, view[key], "all samples of a set are evaluated; leave it out")
+    begins = (f"{EVAL_SETS}.{AVERAGED}", f"data.sources.{AVERAGED}")
+    for key in {".".join(each.split(".")[:3]): None for each in view if each.startswith(begins)}:
+        yield f"{key}: figures of the averaged weights are named so; choose another name"
     outputs = str(view["outputs"])
     if ".." in PurePath(outputs).parts or outputs.startswith("~"):
         yield line("outputs", outputs, "must not lead upwards with .., or begin with ~")

@@ -146,11 +146,11 @@ def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokenCounts: 
     if not completion.strip():
         raise ValueError("the completion is empty, so that there is nothing to learn")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    end = eos if eos and not completion.endswith(eos) else ""
+    text = prompt + completion + (eos if eos and not completion.endswith(eos) else "")
     encoded = tokenizer(
-        prompt + completion + end,
+        text,
         # Those of the tokenizer begin with a BOS, of which the text may have one already.
-        add_special_tokens=not (bos and prompt.startswith(bos)),
+        add_special_tokens=not (bos and text.startswith(bos)),
         return_offsets_mapping=True,
         verbose=False,
     )

@@ -1,32 +1,24 @@
 """Pairs with hard negatives, ids or scores take the step of a plain loop over all of them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
+from tests.lib.hf_toys import TEXTS, write_lines
 from tests.lib.nightly import slow
-from tests.lib.run_support import curve, go, state
+from tests.lib.run_support import curve, go, shell, state
+from tests.lib.text_pair_toys import LINE, embedded, error, loaded, save, step_of
 from trainer.features.contrastive.pair_scores import CoSENT, CosineSimilarity
 from trainer.objectives.text_output import TextOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 EXACT, WRONG, COUNT, TEMPERATURE = 1e-10, 1e-4, 12, 0.1
-SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 2}
-DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-LINE = (
-    "model=hf model.path=model model.task=embedding model.dtype=float64 model.pooling=mean data=hf "
-    f"data.path=pairs.jsonl batch.global={COUNT} accum.micro=5 steps=1 scheduler=constant "
-    "clip_norm=null optimizer=sgd optimizer.lr=1 optimizer.momentum=0"
-)
+LINE += f" model.pooling=mean batch.global={COUNT} accum.micro=5"
 ANCHORS = [*TEXTS[: COUNT - 1], TEXTS[0]]
 """The first and the last are equal."""
 POSITIVES = [*TEXTS[20 : 20 + COUNT - 2], TEXTS[20], ANCHORS[3]]
@@ -41,22 +33,6 @@ def negatives_of(i: int) -> list[str]:
     if i % 4 == 3:
         return []
     return [[TEXTS[40 + i]], [TEXTS[41], TEXTS[20]], [POSITIVES[i], ANCHORS[i]]][i % 3]
-
-
-def save(records: list[dict[str, Any]]) -> None:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES, **DRY)
-    transformers.AutoModel.from_config(config).save_pretrained("model")
-    save_tokenizer(Path("model"), 300)
-    write_lines(Path("pairs.jsonl"), records)
-
-
-def embedded(model: torch.nn.Module, texts: list[str]) -> Tensor:
-    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
-    given = tokenizer(texts, padding=True, return_tensors="pt")
-    hidden = model(**{n: given[n] for n in ("input_ids", "attention_mask")}).last_hidden_state
-    mask = given["attention_mask"][..., None]
-    return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def is_equal(i: int, j: int) -> bool:
@@ -112,20 +88,16 @@ def squares(model: torch.nn.Module, samples: range) -> Tensor:
     return (cosines(model, samples) - wanted).square().sum()
 
 
-def step_of(loss: Any, size: int = COUNT, **how: Any) -> tuple[float, dict[str, Tensor]]:
-    """Compute loss and gradient; below the whole batch, the mean over parts of `size`."""
-    model = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).train()
-    total = 0.0
-    for start in range(0, COUNT, size):
-        part = loss(model, range(start, start + size), **how) / COUNT
-        part.backward()
-        total += part.item()
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+class LargestTensor(TorchDispatchMode):
+    """Notes how many numbers the largest result has."""
 
+    numel = 0
 
-def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    largest = max(float(each.abs().max()) for each in expected.values())
-    return max(float((found[n] - expected[n]).abs().max()) for n in expected) / largest
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple) else (found,):
+            self.numel = max(self.numel, each.numel() if isinstance(each, Tensor) else 0)
+        return found
 
 
 NEGATIVES = [
@@ -154,12 +126,12 @@ CASES = {
 @pytest.mark.parametrize("case", ["one way", slow("negatives"), "cosent", "cosine"])
 def test_the_step_is_that_of_a_plain_loop_over_the_whole_batch(case, capfd):
     records, words, loss, how = CASES[case]
-    save(records)
-    before = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).state_dict()
+    save(records, num_layers=1)
+    before = loaded().state_dict()
     objective = "" if "objective=" in words else "objective=contrastive"
     run = go(f"{LINE} data.holdout=0 {objective} {words}")
     shown = " ".join(capfd.readouterr().out.split())
-    expected, gradient = step_of(loss, **how)
+    expected, gradient = step_of(loss, COUNT, **how)
     after = state(run)
     found = {name: before[name] - after[f"model.{name}"] for name in gradient}
     assert curve(run, "loss") == pytest.approx([expected], rel=EXACT)
@@ -168,13 +140,33 @@ def test_the_step_is_that_of_a_plain_loop_over_the_whole_batch(case, capfd):
         assert "scores of 0 to 5 divided by 5" in shown
         return
     # The mean of parts, and what is masked as if it were a negative.
-    wrong = [step_of(loss, 4, **how)]
+    wrong = [step_of(loss, COUNT, 4, **how)]
     if loss is info_nce:
-        wrong.append(step_of(loss, is_masked=False, **how))
+        wrong.append(step_of(loss, COUNT, is_masked=False, **how))
         assert "0 to 2 hard negatives each" in shown
     for value, each in wrong:
         assert abs(value - expected) > WRONG
         assert error(each, gradient) > WRONG
+
+
+def test_other_data_of_a_run_have_its_scale(capfd):
+    save(SCORED, num_layers=1)
+    halves = [{**each, "score": float(each["score"]) / 5} for each in SCORED]
+    write_lines(Path("other.jsonl"), halves)
+    line = f"{LINE} data.holdout=0 objective=cosine 'eval.sets={{other:{{path:other.jsonl}}}}'"
+    run = go(line)
+    write_lines(Path("pairs.jsonl"), halves)
+    capfd.readouterr()
+    assert shell(f"plan resume={run.folder} resume_allow=[data,steps] {line} steps=2") == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert shown.count("scores of 0 to 1 divided by 5") == 2
+
+
+def test_pairs_are_ranked_without_a_matrix_of_all_of_them():
+    largest = LargestTensor()
+    with largest:
+        CoSENT().loss_sum(torch.rand(500), torch.rand(500))
+    assert largest.numel <= 501
 
 
 def test_correlations_are_those_of_scipy_with_ties_too():

@@ -9,77 +9,40 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
+from tests.lib.hf_toys import TEXTS
 from tests.lib.nightly import nightly
 from tests.lib.run_support import curve, entries, go, overrides, shell, state
+from tests.lib.text_pair_toys import LINE, embedded, error, loaded, save, step_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 EXACT, WRONG, NUM_PAIRS, SCALE = 1e-10, 1e-3, 16, 20.0
-SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 2}
-DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-LINE = (
-    "model=hf model.path=model model.task=embedding model.dtype=float64 data=hf "
-    f"data.path=pairs.jsonl batch.global={NUM_PAIRS} steps=1 scheduler=constant clip_norm=null "
-    "optimizer=sgd optimizer.lr=1 optimizer.momentum=0"
-)
+LINE += f" batch.global={NUM_PAIRS}"
 QUERIES = TEXTS[:NUM_PAIRS]
 PASSAGES = [" ".join(TEXTS[: 1 + i % 4]) for i in range(NUM_PAIRS)]
 """Of four texts, the first shorter than most queries and the others longer."""
+PAIRS = [
+    {"query": query, "passage": passage, "note": "a"}
+    for query, passage in zip(QUERIES, PASSAGES, strict=True)
+]
 
 
-def save(kind: str) -> None:
-    torch.manual_seed(0)
-    config = {"Bert": transformers.BertConfig, "Llama": transformers.LlamaConfig}[kind]
-    settings = SIZES | (DRY if kind == "Bert" else {})
-    transformers.AutoModel.from_config(config(**settings)).save_pretrained("model")
-    save_tokenizer(Path("model"), 300)
-    pairs = zip(QUERIES, PASSAGES, strict=True)
-    records = [{"query": query, "passage": passage, "note": "a"} for query, passage in pairs]
-    write_lines(Path("pairs.jsonl"), records)
-
-
-def embeddings(model: torch.nn.Module, texts: list[str], pooling: str) -> Tensor:
-    """Embed texts as one writes it by hand."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
-    given = tokenizer(texts, padding=True, return_tensors="pt")
-    hidden = model(**{n: given[n] for n in ("input_ids", "attention_mask")}).last_hidden_state
-    mask = given["attention_mask"][..., None]
-    ends = given["attention_mask"].sum(1) - 1
-    found = {
-        "mean": lambda: (hidden * mask).sum(1) / mask.sum(1),
-        "cls": lambda: hidden[:, 0],
-        "last": lambda: hidden[torch.arange(len(hidden)), ends],
-    }
-    return F.normalize(found[pooling](), dim=-1)
-
-
-def gradient(
-    pooling: str, size: int = NUM_PAIRS, *, leaves_out: bool = True
-) -> tuple[float, dict[str, Tensor]]:
-    """InfoNCE in both directions; below the whole batch, the mean over parts of `size`.
+def info_nce(
+    model: torch.nn.Module, samples: range, *, pooling: str, leaves_out: bool = True
+) -> Tensor:
+    """Sum InfoNCE in both directions.
 
     Equal passages are no negatives of each other where it `leaves_out` those.
     """
-    model = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).train()
-    total = 0.0
-    for start in range(0, NUM_PAIRS, size):
-        queries, passages = (texts[start : start + size] for texts in (QUERIES, PASSAGES))
-        one, other = (embeddings(model, texts, pooling) for texts in (queries, passages))
-        scores, own = SCALE * one @ other.T, torch.arange(size)
-        if leaves_out:
-            is_equal = torch.tensor([[a == b for a in passages] for b in passages])
-            scores = scores.masked_fill(is_equal & ~torch.eye(size, dtype=torch.bool), -torch.inf)
-        loss = (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
-        (loss * size / NUM_PAIRS).backward()
-        total += loss.item() * size / NUM_PAIRS
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    largest = max(float(each.abs().max()) for each in expected.values())
-    return max(float((found[n] - expected[n]).abs().max()) for n in expected) / largest
+    queries, passages = ([texts[i] for i in samples] for texts in (QUERIES, PASSAGES))
+    one, other = (embedded(model, texts, pooling) for texts in (queries, passages))
+    scores, own = SCALE * one @ other.T, torch.arange(len(samples))
+    if leaves_out:
+        is_equal = torch.tensor([[a == b for a in passages] for b in passages])
+        is_other = ~torch.eye(len(samples), dtype=torch.bool)
+        scores = scores.masked_fill(is_equal & is_other, -torch.inf)
+    both = [F.cross_entropy(each, own, reduction="sum") for each in (scores, scores.T)]
+    return (both[0] + both[1]) / 2
 
 
 @pytest.mark.parametrize(
@@ -99,28 +62,31 @@ def test_the_step_is_that_of_a_loop_over_the_whole_batch_without_equal_passages_
 
     # Its own rounds to fp32, which hides what is left of a sum.
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", norm)
-    save(kind)
-    before = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).state_dict()
+    save(PAIRS, kind)
+    before = loaded().state_dict()
     run = go(f"{LINE} data.holdout=0 model.pooling={pooling} {cut}")
     shown = " ".join(capfd.readouterr().out.split())
     assert f"contrastive, as the model is made for embedding, {pooling} pooling" in shown
     assert "pair (anchor: query, positive: passage), 1 column not read" in shown
-    loss, expected = gradient(pooling)
+    loss, expected = step_of(info_nce, NUM_PAIRS, pooling=pooling)
     after = state(run)
     found = {name: before[name] - after[f"model.{name}"] for name in expected}
     assert curve(run, "loss") == pytest.approx([loss], rel=EXACT)
     assert error(found, expected) <= EXACT
     # What a mean of micro-batches computes, and with equal passages as negatives.
-    for wrong in (gradient(pooling, 4), gradient(pooling, leaves_out=False)):
+    for wrong in (
+        step_of(info_nce, NUM_PAIRS, 4, pooling=pooling),
+        step_of(info_nce, NUM_PAIRS, pooling=pooling, leaves_out=False),
+    ):
         assert abs(wrong[0] - loss) > WRONG
         assert error(wrong[1], expected) > WRONG
     other_way = {"mean": "cls", "cls": "last", "last": "mean"}[pooling]
-    assert error(gradient(other_way)[1], expected) > WRONG
+    assert error(step_of(info_nce, NUM_PAIRS, pooling=other_way)[1], expected) > WRONG
 
 
 @pytest.mark.slow
 def test_a_run_is_proved_evaluated_and_exported(capsys):
-    save("Bert")
+    save(PAIRS)
     Path("model/1_Pooling").mkdir()
     pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     Path("model/1_Pooling/config.json").write_text(json.dumps(pooling))
@@ -151,7 +117,7 @@ def test_a_run_is_proved_evaluated_and_exported(capsys):
     ],
 )
 def test_a_model_that_is_only_partly_there_is_refused(file, text, fault, capsys):
-    save("Bert")
+    save(PAIRS)
     (Path("model") / file).parent.mkdir(exist_ok=True)
     (Path("model") / file).write_text(text)
     assert shell(f"{LINE} data.holdout=0") == 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lib.hf_toys import TEXTS, save_job_files, save_tokenizer
 from tests.lib.nightly import slow
 from tests.lib.run_support import curve, go, on, overrides, shell
 from trainer import train
@@ -88,6 +89,10 @@ def test_the_sum_over_ragged_micro_batches_is_the_loss_of_all_labels(is_sequence
     if is_sequence:
         assert abs(torch.stack(means).mean() - expected) > 1e-3
     assert all(parameter.grad is None for parameter in teacher.parameters())
+    # Metrics that are named later count, too.
+    with torch.no_grad():
+        named = objective.with_metrics(("f1",)).sums(bind(student), fields)
+    assert named.statistics.keys() > objective.sums(bind(student), fields).statistics.keys()
 
 
 LAYOUTS = ["", slow("parallel=fsdp parallel.ranks=2")]
@@ -119,3 +124,25 @@ def test_verify_proves_the_step_and_a_teacher_of_other_tokens_is_one_line(teache
     other = go("model=gpt_tiny model.vocab_size=20 model.max_length=16 model.width=24 steps=1")
     with pytest.raises(ConfigError, match=r"objective.teacher=.*: gives logits of shape .* 20\)"):
         go(f"{SMALL} objective=distill objective.teacher={other.folder} steps=1")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_teacher_of_other_classes_or_tokens_or_of_a_masked_model_is_one_line(own_folder):
+    save_job_files("bert")
+    line = "model=hf model.path=bert data=hf batch.global=8 steps=1 name={}"
+    of_reviews = f"{line} model.task=sequence_classification data.path=reviews.csv"
+    known = go(of_reviews.format("known"))
+    assert shell(f"export run={known.folder} export.to=exported") == 0
+    rows = Path("reviews.csv").read_text()
+    Path("turned.csv").write_text(rows.replace(",good", ",worse"))
+    save_tokenizer(Path("other"), texts=TEXTS[::2])
+    for teacher in ("known", "exported"):
+        learn = f"{of_reviews.format('x')} objective=distill objective.teacher={teacher}"
+        with pytest.raises(ConfigError, match=r"classes are bad, good, and .* bad, worse; take"):
+            go(f"{learn} data.path=turned.csv")
+        with pytest.raises(ConfigError, match=rf"{teacher}: has other tokens; take a teacher"):
+            go(f"{learn} tokenizer.path=other")
+    go(learn)
+    masked = f"{line.format('y')} data.path=corpus.jsonl objective=distill"
+    with pytest.raises(ConfigError, match="distill: the model is made for masked_lm, which it"):
+        go(f"{masked} objective.teacher=bert")

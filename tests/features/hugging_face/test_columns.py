@@ -114,6 +114,7 @@ def test_an_answer_of_weight_0_is_given_and_no_loss_term(tmp_path, template, fla
     ("messages", "words"),
     [
         ([USER, {**FIRST, "weight": -0.5}], "assistant, has the weight -0.5; write a number of 0"),
+        ([USER, {**FIRST, "weight": [1]}], r"assistant, has the weight \[1\]; write a number of 0"),
         ([USER, {**FIRST, "train": 0.5}], "assistant, has the train 0.5; write 0 or 1"),
         ([{**USER, "train": True}, FIRST], "user, has the train True, and answers of the assis"),
     ],
@@ -124,6 +125,30 @@ def test_a_weight_that_cannot_be_honoured_is_refused(tmp_path, messages, words):
     weighed = {"messages": [USER, {**FIRST, "weight": 0}]}
     with pytest.raises(DataError, match="weight 0, and every token is to be learned"):
         opened(tmp_path, weighed, assistant_only_loss=False)
+
+
+def test_of_several_formats_pairs_are_read_unless_the_objective_takes_none(tmp_path):
+    pair = {"prompt": "why?", "chosen": [USER, LAST], "rejected": [USER, FIRST]}
+    record = {**pair, "messages": TALK}
+    for more, name in (({}, "preference"), ({"objective": "next_token"}, "chat")):
+        assert shown(opened(tmp_path, record, **more)).startswith(name)
+    # Nothing else is there: the objective says what it is for.
+    assert shown(opened(tmp_path, pair, objective="next_token")).startswith("preference")
+
+
+def test_which_answers_are_learned_counts_for_completions_of_messages_alone(tmp_path):
+    record = {"prompt": TALK[:1], "completion": TALK[1:]}
+    data = opened(tmp_path, record, answers="last")
+    assert written(data).endswith("\n⟦so<|im_end|>⟧\n")
+    assert written(data).count("⟦") == 1
+    assert not data.facts().unused
+    text = {"prompt": "a", "completion": "b"}
+    for each, more in (
+        (text, {}),
+        (record, {"completion_only_loss": False}),
+        (CHAT, {"assistant_only_loss": False}),
+    ):
+        assert {*opened(tmp_path, each, answers="last", **more).facts().unused} == {"answers"}
 
 
 def test_a_conversation_of_several_samples_is_named_counted_and_held_out_as_one(tmp_path):

@@ -51,3 +51,32 @@ def test_json_compares_as_cells_do_and_what_is_absent_is_an_empty_text(tmp_path)
     assert len(opened(file, filter={"ok": True})) == len(opened(file, filter={"ok": None})) == 1
     with pytest.raises(DataError, match=r"data\.filter keeps no record"):
         opened(file, filter={"ok": True, "label": 1})
+
+
+def test_cells_that_pandas_wrote_match_true_and_false(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label,ok\na,x,True\nb,y,False\nc,x,TRUE\nd,y,true\ne,x,\n")
+    kept = {typed: len(opened(file, filter={"ok": typed})) for typed in (True, False, "true", None)}
+    assert kept == {True: 3, False: 1, "true": 3, None: 1}
+
+
+def test_a_column_that_the_filter_reads_is_not_refused_as_one_that_nothing_reads(tmp_path):
+    record = {"prompt": "a", "completion": " b", "label": True, "system": "be good"}
+    file = write_lines(tmp_path / "rows.jsonl", [record, {**record, "label": False}])
+    for typed in ({"label": True}, {"system": "be good"}):
+        with pytest.raises(DataError, match="changes what a record means"):
+            opened(file, task="causal_lm", filter=typed)
+    typed = {"label": True, "system": "be good"}
+    assert len(opened(file, task="causal_lm", filter=typed)) == 1
+    trained = {"name": "prompt and completion", "columns": {"prompt": "prompt"}}
+    asked = {"task": "causal_lm", "learns": False, "trained_format": trained}
+    assert len(opened(file, **asked, filter={"system": "be good"})) == 2
+
+
+def test_of_records_to_predict_those_with_the_value_have_their_own_numbers(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text(f"{CSV}too,few\n")
+    data = opened(file, filter={"lang": "en"}, learns=False)
+    found = [(each.number, each.place, [*each.samples]) for each in data.predicted_records()]
+    numbers = [(0, [0]), (3, [1]), (4, [2]), (5, [])]
+    assert found == [(i, f"rows.csv:{i + 2}", samples) for i, samples in numbers]

@@ -3,8 +3,10 @@
 import pytest
 
 from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
+from trainer.core.errors import DataError
 from trainer.features.hugging_face.data_set import HuggingFaceData
-from trainer.features.hugging_face.labels import find_labels, find_several
+from trainer.features.hugging_face.labels import find_labels, find_several, labels_in
+from trainer.models.facts import model_library
 
 
 def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
@@ -25,6 +27,26 @@ def test_classes_of_a_loaded_head_are_known_however_they_are_spelt():
     # Of words that differ by case alone each is a class.
     assert find_labels(["A", "a"], model=("a", "b")).names == ("A", "a")
     assert find_labels(["a", "A"], model=("a", "A")).number("A") == 1
+
+
+def test_as_many_classes_as_are_typed_keep_the_places_of_labels_with_a_gap():
+    typed = {"task": "sequence_classification", "num_classes": 5}
+    known = model_library().arguments_for_data("any.Class", typed, None)["model_labels"]
+    found = find_labels([0, 4, 2], model=known)
+    assert (found.num_classes, found.number(4), found.names) == (5, 4, None)
+    assert find_labels([0, 5, 2], model=known).names == ("0", "2", "5")
+
+
+def test_a_label_below_0_beside_others_stands_for_none():
+    for values in ([-1, 0, 1], [2, -1, 1, 0, 0], ["1", "0", "-1"]):
+        with pytest.raises(
+            ValueError, match="the label -1 mostly stands for one that is not known"
+        ):
+            find_labels(labels_in(values, ()) if isinstance(values[0], str) else values)
+    assert find_labels([-2, -1, 0, 1, 2]).num_classes == 5
+    with pytest.raises(ValueError, match="the label -1 mostly stands for one that is not known"):
+        find_labels([-1, -1], fixed=())
+    assert find_labels([0, 1, -100]).number(-100) == -100
 
 
 def test_a_gap_in_a_column_of_numbers_makes_no_regression_of_it():
@@ -74,6 +96,7 @@ def test_whole_numbers_that_do_not_begin_at_0_without_a_gap_are_classes_by_name(
         ([["1", "0"], ["0", ""]], ("x", "y z"), "flags", ("x", "y z"), [0, -100]),
         ([["1.5", "0"], ["2", "-3"]], ("x", "y"), "numbers", ("x", "y"), [2, -3]),
         ([[0.5, 1.5], [2.0, 3.0]], (), "numbers", None, [2, 3]),
+        ([[4, 4, 0], [5, 3, 1]], (), "numbers", None, [5, 3, 1]),
     ],
 )
 def test_several_labels_of_a_record_are_flags_or_numbers(rows, columns, kind, names, expected):
@@ -83,3 +106,26 @@ def test_several_labels_of_a_record_are_flags_or_numbers(rows, columns, kind, na
     for wrong in ("a", ["q"] * len(expected)):
         with pytest.raises(ValueError, match=r"is no|is not|is neither"):
             labels.value(wrong)
+    # The places of a known head are others, so that these name what applies.
+    for how in ({"model": "abcde"}, {"stated": "abcde"}):
+        assert find_several([[4, 1], [2, 0]], **how).value([4, 1]).tolist() == [0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "bad", "why"),
+    [
+        (["a", {"id": 3}, "b"], 2, r"the label \{'id': 3\} is not one of a, b"),
+        ([["a"], [{"id": 3}], ["b"]], 2, r"the label \{'id': 3\} is not one of a, b"),
+        ([[0, 1], [{"id": 3}, 1], [1, 1]], 2, r"the label \{'id': 3\} is neither 0 nor 1"),
+        ([["a"], "a", "b"], 1, r"the label \['a'\] is a list, and other records have one label"),
+        (["a", ["a"], [], ["b"]], 1, "the label 'a' is no list, as other records have it"),
+    ],
+)
+def test_a_label_of_another_kind_than_most_is_a_bad_record(tmp_path, labels, bad, why):
+    tokenizer = save_tokenizer(tmp_path)
+    records = [{"text": "the sums", "label": label} for label in (*labels, *labels[2:] * 9)]
+    file = write_lines(tmp_path / "a.jsonl", records)
+    with pytest.raises(DataError, match=rf"a.jsonl:{bad}: {why}"):
+        HuggingFaceData(str(file), tokenizer, "sequence_classification")
+    data = HuggingFaceData(str(file), tokenizer, "sequence_classification", on_bad="skip")
+    assert data.facts().num_classes == 2

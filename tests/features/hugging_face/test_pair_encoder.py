@@ -9,6 +9,7 @@ import pytest
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import DataError
 from trainer.features.hugging_face.data_set import HuggingFaceData
+from trainer.features.hugging_face.preference_encoder import prompt_of
 from trainer.features.hugging_face.tokenizers import byte_tokenizer
 
 
@@ -83,6 +84,62 @@ def test_scores_are_divided_by_a_usual_scale_and_ids_are_numbers(tmp_path):
     assert float(opened(tmp_path, labels, columns={"score": "label"})[0]["score"]) == 0.5
 
 
+def test_a_label_may_have_names_of_its_own_and_what_annotators_said_is_not_asked(tmp_path):
+    texts_of = {"sentence1": "a", "sentence2": "b"}
+    words = ("entailment", "contradiction", "-")
+    named = [{**texts_of, "gold_label": word, "annotator_labels": [word]} for word in words]
+    assert texts(opened(tmp_path, named)) == [["a", "b", "b"]]
+    bits = [{**texts_of, "is_duplicate": bit} for bit in "01"]
+    assert texts(opened(tmp_path, bits)) == [["a", "b", "b"]]
+    without = opened(tmp_path, bits, columns={"is_duplicate": None})
+    assert texts(without) == [["a", "b"]] * 2
+
+
+def test_pairs_of_one_first_text_are_on_one_side(tmp_path):
+    records = [{"anchor": f"a{i % 40}", "positive": f"p{i}"} for i in range(200)]
+    sides = [
+        {row[0] for row in texts(side)}
+        for side in opened(tmp_path, records, holdout=0.3).splits().values()
+    ]
+    assert len(sides[1]) > 5
+    assert not sides[0] & sides[1]
+
+
+def test_answers_to_one_prompt_are_on_one_side(tmp_path):
+    answers = [{"prompt": "why", "chosen": f" a{i}", "rejected": f" b{i}"} for i in range(60)]
+    file = write_lines(tmp_path / "answers.jsonl", answers)
+    data = HuggingFaceData(str(file), byte_tokenizer(), "causal_lm", holdout=0.3)
+    assert [*map(len, data.splits().values())] == [60, 0]
+    asked = [{"role": "user", "content": "why"}]
+    sides = {k: [*asked, {"role": "assistant", "content": k}] for k in ("chosen", "rejected")}
+    assert prompt_of(sides) == asked
+    # The first words of two texts are no prompt.
+    assert prompt_of({"chosen": "the a", "rejected": "the b"}) is None
+
+
+def test_other_data_have_the_scale_and_the_meaning_of_those_that_are_trained_on(tmp_path):
+    def rule(records: list[Any], trained: Any = None) -> HuggingFaceData:
+        return opened(tmp_path, records, trained_format=trained and trained.facts().record_format)
+
+    pair = {"text1": "a", "text2": "b"}
+    scored = rule([{**pair, "score": 5}])
+    assert float(rule([{**pair, "score": 1}], scored)[0]["score"]) == pytest.approx(0.2)
+    small = rule([{**pair, "score": 1}])
+    with pytest.raises(
+        DataError, match="up to 5; divide them, so that texts of one meaning have 1"
+    ):
+        rule([{**pair, "score": 5}], small)
+    some = [{**pair, "label": 0}, {**pair, "text2": "c", "label": 1}]
+    numbered = rule([*some, {**pair, "label": 2}])
+    assert texts(rule(some)) == [["a", "c", "b"]]
+    assert texts(rule(some, numbered)) == [["a", "b"]]
+    with pytest.raises(DataError, match="labels 0, 1, 2, and pairs take 1, 0, -1"):
+        rule([*some, {**pair, "label": 2}], rule(some))
+    # Words say the same everywhere.
+    word = {**pair, "label": "entailment"}
+    assert texts(rule([word], rule(some))) == [["a", "b"]]
+
+
 PAIR = {"sentence1": "a", "sentence2": "b"}
 
 
@@ -90,9 +147,15 @@ PAIR = {"sentence1": "a", "sentence2": "b"}
     ("more", "fault"),
     [
         ({"label": 0.5}, r"labels 0\.5, and pairs take .* type 'data.columns={score: label}'"),
-        ({"label": "0"}, r"column 'label' has no positive \(0 hard negative\)"),
+        ({"label": "not_entailment"}, r"has no positive \(not_entailment hard negative\)"),
+        ({"label": "0"}, "beside 'sentence2' 0 may mean entailment, or no duplicate: write"),
+        ({"entailment_judgment": "NEUTRAL"}, "column 'entailment_judgment' changes what a record"),
+        ({"relevance": 3}, "; to learn it, type 'data.columns={score: relevance}', or label for"),
+        ({"humanScore": 3}, "column 'humanScore' changes what a record means"),
+        ({"label": "entailment", "gold_label": "neutral"}, "column 'gold_label' changes what"),
         ({"label": None}, r"column 'label' has no positive \(no label\)"),
-        ({"score": True}, "jsonl:1: its score is True, which is no number"),
+        ({"score": True}, "jsonl:1: its score is True; write a number"),
+        ({"score": 10**400}, "its score is 1000.*; write a number"),
         ({"score": -500}, "column 'score' has scores up to 500; divide them"),
         (
             {"score": 1, "label": 1},

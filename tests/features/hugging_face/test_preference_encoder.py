@@ -39,18 +39,54 @@ def answers(record: dict) -> list[str]:
     return learned
 
 
+ANSWERS = {"chosen": [said("good one")], "rejected": [said("bad")]}
+TALKS = {side: [ASKED, *answer] for side, answer in ANSWERS.items()}
+
+
 @pytest.mark.parametrize(
     "record",
     [
-        {"prompt": [ASKED], "chosen": [said("good one")], "rejected": [said("bad")]},
-        {"chosen": [ASKED, said("good one")], "rejected": [ASKED, said("bad")]},
-        {"prompt": "why", "chosen": [ASKED, said("good one")], "rejected": [ASKED, said("bad")]},
+        TALKS,
+        {"prompt": [ASKED], **TALKS},
+        {"prompt": "why", **TALKS},
+        {"prompt": "why\n", **ANSWERS},
+        {"prompt": "", **TALKS},
     ],
 )
 def test_the_prompt_of_conversations_is_a_column_or_what_both_begin_with(record):
-    chosen, rejected = answers(record)
-    assert chosen.startswith("good one")
-    assert rejected.startswith("bad")
+    expected = {"prompt": [ASKED], **ANSWERS}
+    found = answers(record)
+    assert found == answers(expected)
+    assert found[0].startswith("good one")
+    if record.get("prompt") != "why\n":
+        for scores in (False, True):
+            assert encode(record, scores=scores)[1] == encode(expected, scores=scores)[1]
+
+
+def test_a_prompt_that_only_one_answer_begins_with_stands_before_both():
+    one = {"chosen": "why so", "rejected": "no"}
+    tokenizer, fields = encode({"prompt": "why", **one})
+    assert tokenizer.decode(fields["input_ids"][0]).startswith("<s>whywhy so")
+    both = {"prompt": "why", "chosen": "why so", "rejected": "why no"}
+    assert encode(both)[1] == encode({"prompt": "why", "chosen": " so", "rejected": " no"})[1]
+    whole = {
+        "prompt": "why",
+        "chosen": "why",
+        "rejected": "why not",
+    }  # nothing would be left of one
+    assert answers(whole)[0].startswith("why")
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"prompt": "how", **TALKS}, "begin with other messages than its prompt; .*prompt:null"),
+        ({**TALKS, "chosen": [ASKED, {**said("a"), "weight": 0.5}]}, "has the weight 0.5, and the"),
+    ],
+)
+def test_a_prompt_beside_other_questions_and_a_weight_are_refused(record, why):
+    with pytest.raises(ValueError, match=why):
+        encode(record)
 
 
 def test_texts_without_a_prompt_share_what_both_begin_with_in_whole_words():
@@ -82,5 +118,5 @@ def test_what_teaches_nothing_is_left_out_and_counted(record, how, why):
 
 
 def test_a_margin_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match="margin 'much' is no number"):
+    with pytest.raises(ValueError, match="margin is 'much'; write a number"):
         encode({"chosen": "a", "rejected": "b", "margin": "much"}, scores=True)

@@ -29,7 +29,9 @@ def predicted(run: FinishedRun, line: str) -> tuple[Path, list[dict[str, object]
 def test_a_table_comes_back_with_a_column_for_the_class(capsys):
     save_job_files("bert")
     line = "model=hf model.path=bert model.task=sequence_classification data=hf"
-    run = go(f"{line} data.path=reviews.csv data.max_samples=50 batch.global=16 steps=2")
+    run = go(
+        f"{line} data.path=reviews.csv data.filter={{label:[good,bad]}} batch.global=16 steps=2"
+    )
     rows = [[f"{i:03}", "NA", text, 'she said "a;b",\nand left'] for i, text in enumerate(TEXTS)]
     rows[4][2] = " "
     ended = capsys.readouterr().out
@@ -60,6 +62,12 @@ def test_a_table_comes_back_with_a_column_for_the_class(capsys):
     with path.with_suffix(".csv").open(newline="", errors="replace") as file:
         cells = [row[:2] for row in csv.reader(file)]
     assert cells[1:] == [["sums", ""], ["text", "a"], ["sums", "b,c"], ["r\ufffdd", "d"]]
+
+    # The filter of the run chose from its own data; one that is typed chooses.
+    _, some = predicted(run, "data.path=reviews.csv data.filter={label:good}")
+    assert [line["id"] for line in some] == [
+        i for i, text in enumerate(TEXTS) if len(text) % 2 == 0
+    ]
 
     assert shell(f"export run={run.folder} export.to=tuned") == 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained("tuned").eval()

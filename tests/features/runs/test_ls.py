@@ -72,6 +72,7 @@ def test_runs_are_sorted_and_those_left_out_are_counted(capsys):
     for name, loss, step in (("b", 2.0, 10), ("a", 1.0, 5), ("c", None, 20)):
         result = {"eval_loss": loss}
         left_run(DAY / name, began=step, status={"state": "completed", "step": step}, result=result)
+    (DAY / "c" / "result.json").write_text('{"stopped": "pruned: others were better at step 20"}')
     f1 = {"metric": "eval_f1", "value": 0.5, "step": 1}
     left_run(DAY / "less", config=BEST, result={"best": f1})
     left_run(DAY / "more", config=BEST, result={"best": f1 | {"value": 0.9}}, began=2.0)
@@ -83,6 +84,7 @@ def test_runs_are_sorted_and_those_left_out_are_counted(capsys):
     }.items():
         rows, _ = listed(f"ls sort={order}", capsys)
         assert [row[0] for row in rows[1:]] == names, order
+        assert [row[0] for row in rows if row[1] == "pruned"] == ["c"]
     rows, notes = listed("ls last=2 sort=metric", capsys)
     assert len(rows) == 3
     assert notes == ["train: 2 of 5 runs, by metric, the best first; last=5 shows all"]

@@ -1,8 +1,12 @@
 """Class weights by name, or by how often each class is there, and by what a run has of them."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
+from tests.lib.run_support import TOYS, go, on
+from tests.lib.run_toys import Images
 from trainer.core.errors import ConfigError
 from trainer.data.samples import DataFacts
 from trainer.data.view import DataView
@@ -28,7 +32,7 @@ class Mails:
 
 
 def weights(given):
-    return WeightsOfRun().decided(Classify(class_weights=given), DataView(Mails()))
+    return WeightsOfRun().decided(Classify(class_weights=given), DataView(Mails()), {})
 
 
 def test_class_weights_go_by_name_or_by_how_often_a_class_is_there():
@@ -38,3 +42,25 @@ def test_class_weights_go_by_name_or_by_how_often_a_class_is_there():
     assert weights([1, 2, 3]) == {}
     with pytest.raises(ConfigError, match=r"class_weights=\{spma: 2\}: no such class\. .*spam"):
         weights({"spma": 2})
+
+
+class CountedImages(Images):
+    """Images that note when their classes are counted."""
+
+    counts: ClassVar[list[int]] = []
+
+    def facts(self):
+        return DataFacts(num_classes=4, class_counts=self.count, draws_randomness=False)
+
+    def count(self):
+        self.counts.append(len(self))
+        return [12, 6, 9, 9]
+
+
+def test_a_run_that_goes_on_has_its_class_weights_and_counts_nothing_again():
+    data = f"data._target_={__name__}.CountedImages model._target_={TOYS}.Vision"
+    run = go(f"{data} objective=classify objective.class_weights=balanced batch.global=8 steps=1")
+    assert CountedImages.counts
+    CountedImages.counts.clear()
+    assert on(run, "steps=2").result["step"] == 2
+    assert not CountedImages.counts

@@ -241,6 +241,7 @@ def test_of_a_pair_of_texts_the_completion_and_its_end_are_learned(tokenizer):
     assert learned(tokenizer, encoded) == ["because it is</s>"]
     # What the texts bring already is not added again.
     assert encode_completion(tokenizer, "<s>why?\n", "because it is</s>") == encoded
+    assert tokenizer.decode(encode_completion(tokenizer, "", "<s>so")[0]) == "<s>so</s>"
     every = encode_completion(tokenizer, "why?\n", "because it is", learns_all=True)
     assert every == (ids, [True] * len(ids))
 

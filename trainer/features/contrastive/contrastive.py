@@ -126,6 +126,11 @@ class Contrastive(CoupledObjective):
         digests, of_negatives = rows.get(DIGESTS, none), rows.get(NEGATIVE_DIGESTS, none)
         pairs = query, documents, digests, of_negatives
         loss = self.loss or ("siglip" if BIAS in rows else "infonce")
+        if loss == "siglip" and not self.symmetric:
+            raise ConfigError(
+                "objective.symmetric=false: the loss siglip has no directions; leave it out, or "
+                "type objective.loss=infonce"
+            )
         if loss == "siglip" and (BIAS not in rows or (SCALE not in rows and not self.temperature)):
             raise ConfigError(
                 f"objective.loss=siglip: needs {SCALE} and {BIAS}, parameters of the model of "

@@ -93,11 +93,16 @@ class CoSENT(PairScores):
     temperature: Positive = 0.05
 
     def loss_sum(self, cosines: Tensor, scores: Tensor) -> Tensor:
-        """See the base class: times the samples, by whose number it is divided."""
-        gaps = (cosines[:, None] - cosines) / self.temperature
-        # As good as -inf, and without NaN in the gradient of a row that has nothing else
-        gaps = gaps.masked_fill(scores[:, None] >= scores, torch.finfo(gaps.dtype).min)
-        return F.pad(gaps.logsumexp(1), (1, 0)).logsumexp(0) * len(scores)
+        """See the base class: times the samples, by whose number it is divided.
+
+        In the order of scores, sums over the first so many pairs serve all with a higher score.
+        """
+        scaled, (ordered, order) = cosines / self.temperature, scores.sort()
+        # Of no pair it is as good as -inf, and without NaN in the gradient
+        none = torch.finfo(scaled.dtype).min
+        lower = F.pad(scaled[order].logcumsumexp(0), (1, 0), value=none)
+        gaps = lower[torch.searchsorted(ordered, scores)] - scaled
+        return F.pad(gaps, (1, 0)).logsumexp(0) * len(scores)
 
 
 @final

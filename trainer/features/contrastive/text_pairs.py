@@ -12,7 +12,7 @@ from trainer.core.micro_batch import Fields, output_part
 from trainer.data.collate import ATTENTION_MASK
 from trainer.data.samples import INPUT_IDS, PIXEL_VALUES
 from trainer.models.facts import noted_facts
-from trainer.objectives.base import ModelCall, at_least_single
+from trainer.objectives.base import ModelCall, at_least_single, text_rows
 
 NEGATIVES = "negatives"
 
@@ -29,10 +29,7 @@ def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models ret
     pooling = noted_facts(module).pooling if isinstance(module, nn.Module) else None
     if pooling is None or ids is None or ids.ndim != 3:  # noqa: PLR2004
         return model(fields)
-    rows = dict(fields)
-    for name, field in fields.items():
-        if field.shape == ids.shape:
-            rows[name] = field.flatten(0, 1)
+    rows = text_rows(fields)
     hidden = output_part(model(rows), "last_hidden_state")
     texts = pooled(hidden, rows[ATTENTION_MASK], pooling).view(*ids.shape[:2], -1)
     found = dict(zip(("query", "document"), texts.unbind(1), strict=False))

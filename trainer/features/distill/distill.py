@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal, cast, final
 
 import torch.nn.functional as F
@@ -27,9 +26,15 @@ from trainer.objectives.base import (
     without_labels,
 )
 from trainer.objectives.classify import Classify
-from trainer.objectives.next_token import NextToken
+from trainer.objectives.next_token import NextToken, shifted_labels, shifted_weight
 from trainer.objectives.text_output import TextOutput
 from trainer.objectives.weighting import weight_of, weighted
+
+_OF_LABELS: Mapping[str, NextToken | Classify] = {
+    "next_token": NextToken(),
+    "classify": Classify(),
+    "token_classify": Classify(class_axis=-1),
+}
 
 
 @final
@@ -81,11 +86,8 @@ class Distill(Objective):
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Run both models on the same fields, and sum over labels, in float32 at least."""
-        run, given, by_labels = (
-            cast("ModelRun", model),
-            without_labels(fields),
-            self._of_labels(fields),
-        )
+        run, given = cast("ModelRun", model), without_labels(fields)
+        by_labels = self._of_labels(fields)
         logits = logits_of(run(given))
         with run.frozen() as teacher:
             soft = logits_of(teacher(given))
@@ -95,12 +97,12 @@ class Distill(Objective):
                 f"the model of {(*logits.shape,)}; take a teacher of the same tokens or classes"
             )
         sums = by_labels.sums(lambda _: logits, fields)
-        if isinstance(by_labels, NextToken):
-            axis, targets, weight = -1, by_labels.targets(fields), by_labels.weight(fields)
-        else:
-            axis, targets = by_labels.class_axis, labels_of(fields)
-            weight = weight_of(fields, targets)
-        terms = self._divergences(logits, soft, axis).masked_fill(targets == IGNORED, 0.0)
+        targets = labels_of(fields)
+        weight = weight_of(fields, targets)
+        if by_labels.predicts_next:
+            targets, weight = shifted_labels(fields), shifted_weight(fields)
+        terms = self._divergences(logits, soft, by_labels.class_axis or -1)
+        terms = terms.masked_fill(targets == IGNORED, 0.0)
         losses = {"distillation": self.alpha * weighted(terms, weight).sum()}
         if self.alpha < 1:
             losses["cross_entropy"] = (1 - self.alpha) * sums.losses["cross_entropy"]
@@ -119,16 +121,7 @@ class Distill(Objective):
             labels = fields.get("labels")
             is_sequence = labels is not None and labels.ndim == 2  # noqa: PLR2004 - (batch, time)
             of = "next_token" if is_sequence and INPUT_IDS in fields else "classify"
-        return self._by_name[of]
-
-    @cached_property
-    def _by_name(self) -> Mapping[str, NextToken | Classify]:
-        options = dict[str, NextToken | Classify]()
-        options |= {"next_token": NextToken(), "classify": Classify()}
-        options["token_classify"] = Classify(class_axis=-1)
-        for each in options.values():
-            vars(each)["named_metrics"] = self.named_metrics
-        return options
+        return _OF_LABELS[of].with_metrics(self.named_metrics)
 
     def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
         """See the base class."""

@@ -17,15 +17,7 @@ from trainer.data.samples import DataRecord
 from trainer.features.hugging_face import encode, label_encoders
 from trainer.features.hugging_face.formats import Format
 from trainer.features.hugging_face.records import RecordSource
-
-_REFERENCES = {
-    "chat": "messages",
-    "instruction": "output",
-    "prompt and completion": "completion",
-    "source and target": "target",
-    "tags": "tags",
-}
-"""By format, the role that has the reference of a record."""
+from trainer.features.hugging_face.task import WORDS
 
 
 def all_records(
@@ -68,7 +60,7 @@ def _answers(
 ) -> Generator[dict[str, Any]]:
     """Give what the answer of each record is among, or is; see `DataRecord`."""
     form = Format(facts["format"], facts["columns"])
-    column = trained.get("columns", {}).get(_REFERENCES.get(form.name))
+    column = trained.get("columns", {}).get(WORDS["formats"][form.name].get("reference"))
     if form.name not in {"choices", "span"} and column is None:
         yield from repeat({})
     with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.components import Overlong
 from trainer.core.micro_batch import IGNORED
 from trainer.data.chat import Chat, TokenCounts, encode_samples
 from trainer.data.collate import LABELS, WEIGHT
@@ -56,58 +55,53 @@ def unread_by_template(
     if "tools" in form.columns:
         found["tools"] = str(form.columns["tools"])
     roles = ("messages", "prompt", "completion", "chosen", "rejected")
-    columns = [str(form.columns.get(role, "")) for role in roles]
-    for record, column in product(records, columns):
-        for key in _keys_of_messages(record, column):
-            found[key] = f"{column}.{key}"
+    for column, message in messages_in(form, records, *roles):
+        found |= {key: f"{column}.{key}" for key in message if key not in READ_KEYS}
     words = {*re.findall(r"\w+", template)}
     if words & _REASONING:
         words |= _REASONING
-    unread = list[str]()
-    for key, name in found.items():
-        if key not in words:
-            unread.append(name)
-    return unread
+    return [name for key, name in found.items() if key not in words]
 
 
-def _keys_of_messages(record: Any, column: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
-    """Give the keys of the messages in a column that only some templates read; none if it has none.
+def messages_in(
+    form: Format, records: Iterable[Any], *roles: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Give the messages of records in the columns of some roles, each with its column.
 
     What is no record, or no message, is found, and named, where it is encoded.
     """
-    messages = record.get(column) if isinstance(record, Mapping) else None
-    if isinstance(messages, list):
-        for message in messages:
+    columns = [str(form.columns.get(role, "")) for role in roles]
+    for record, column in product(records, columns):
+        messages = record.get(column) if isinstance(record, Mapping) else None
+        for message in messages if isinstance(messages, list) else ():
             if isinstance(message, Mapping):
-                yield from (key for key in message if key not in READ_KEYS)
+                yield column, message
 
 
 def weighs_messages(form: Format, records: Iterable[Any]) -> bool:
     """Whether the messages of any record have a weight that is neither 0 nor 1."""
-    columns = [str(form.columns.get(role, "")) for role in ("messages", "completion")]
-    for record, column in product(records, columns):
-        messages = record.get(column) if isinstance(record, Mapping) else None
-        for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, Mapping) and message.get(MESSAGE_WEIGHT) not in {None, 0, 1}:
-                return True
-    return False
+    messages = messages_in(form, records, "messages", "completion")
+    return any(message.get(MESSAGE_WEIGHT) not in (None, 0, 1) for _, message in messages)
 
 
-def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collection[str]:
-    """Name the options of `OF_ANSWERS` that count for records of a format."""
-    if form in {"preference", "comparison"}:
-        return ("chat_template", "chat_template_kwargs", *["truncation"] * (overlong == "cut"))
-    if form not in {"chat", "prompt and completion", "instruction"}:
-        return ()
-    is_text = form == "instruction" and not is_chat
+def answer_options(
+    encoder: encode.RecordEncoder, options: Mapping[str, Any], first: Iterable[Any]
+) -> Collection[str]:
+    """Name the options of `OF_ANSWERS` that count for records of which these are the first."""
+    form, is_chat = encoder.format.name, has_template(encoder.tokenizer, options)
+    if form == "prompt and completion":
+        is_chat = any(messages_in(encoder.format, first, "completion"))
     names = set[str]()
-    if is_text or form == "prompt and completion":
-        names.add("completion_only_loss")
-    else:
-        names |= {"answers", "assistant_only_loss"}
-    if not is_text:
+    if form in {"chat", "prompt and completion", "instruction"}:
+        of_loss = "assistant_only_loss"
+        if not is_chat or form == "prompt and completion":
+            of_loss = "completion_only_loss"
+        names |= {of_loss, *["answers"] * (is_chat and options[of_loss])}
+    elif form not in {"preference", "comparison"}:
+        return names
+    if is_chat:
         names |= {"chat_template", "chat_template_kwargs"}
-    if overlong == "cut":
+    if encoder.overlong == "cut":
         names.add("truncation")
     return names
 
@@ -125,33 +119,41 @@ def answer_fields(
         encoder.tokenizer,
         prompt,
         completion,
-        tools=record.get("tools"),
-        chat_template=options["chat_template"],
-        chat_template_kwargs=options["chat_template_kwargs"],
+        **rendering(record, options),
         learns_all=not only_answers,
         answers=options["answers"],
     ):
         try:
-            found.append(_fitted(encoder, encoded, options["truncation"]))
+            found.append(fitted(encoder, encoded, options))
         except encode.DroppedError as error:
             found.append(error)
     return found
 
 
-def _fitted(
-    encoder: encode.RecordEncoder, encoded: TokenCounts, truncation: str
+def rendering(record: encode.RoleValues, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what a conversation is rendered with."""
+    names = "chat_template", "chat_template_kwargs"
+    return {"tools": record.get("tools"), **{name: options[name] for name in names}}
+
+
+def fitted(
+    encoder: encode.RecordEncoder,
+    encoded: TokenCounts,
+    options: Mapping[str, Any],
+    *,
+    learns: bool = True,
 ) -> encode.RecordFields:
-    """Shorten a sample that is too long, or drop it."""
+    """Shorten a sample that is too long, or drop it, as one that `learns` and has no loss term."""
     ids, counts = np.array(encoded[0]), np.array(encoded[1], dtype=np.float32)
     if len(ids) > encoder.max_length:
         if encoder.overlong == "drop":
             raise encode.DroppedError(encode.LONGER)
         rest = slice(-encoder.max_length, None)
-        if truncation == "right":
+        if options["truncation"] == "right":
             rest = slice(encoder.max_length)
         ids, counts = ids[rest], counts[rest]
     # The first token is never predicted
-    if not counts[1:].any():
+    if learns and not counts[1:].any():
         raise encode.DroppedError("without a loss term")
     fields = {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED)}
     return {**fields, WEIGHT: counts} if encoder.weighs else fields
@@ -163,7 +165,7 @@ def prompt_fields(
     """Encode what is asked, for the model to answer it; a last answer is no part of it."""
     is_chat = has_template(encoder.tokenizer, options)
     if "prompt" in record:
-        prompt = _side(record["prompt"])
+        prompt = text_or_messages(record["prompt"])
     elif "messages" in record:
         _, prompt = _parts(record, is_chat=is_chat)
         while prompt and prompt[-1]["role"] == ASSISTANT:  # type: ignore[index] # a list of messages
@@ -176,13 +178,7 @@ def prompt_fields(
             prompt = whole[:-1]
     if not prompt:
         raise ValueError("it asks nothing")
-    ids = encode_prompt(
-        encoder.tokenizer,
-        prompt,
-        tools=record.get("tools"),
-        chat_template=options["chat_template"],
-        chat_template_kwargs=options["chat_template_kwargs"],
-    )
+    ids = encode_prompt(encoder.tokenizer, prompt, **rendering(record, options))
     if len(ids) >= encoder.max_length:
         raise encode.DroppedError(f"{len(ids)} tokens, which leave no room for an answer")
     return {INPUT_IDS: ids}
@@ -201,7 +197,7 @@ def _parts(
             raise ValueError("its system stands in a column and in a message; leave one out")
         return [], [*begin, *messages]
     if "completion" in record:
-        return _side(record["prompt"]), _side(record["completion"])
+        return text_or_messages(record["prompt"]), text_or_messages(record["completion"])
     # An instruction is one turn of a chat, or as Alpaca wrote it.
     asked, answer = encode.text_of(record, "instruction"), encode.text_of(record, "output")
     more, template = record.get("input"), _WITHOUT_INPUT
@@ -218,7 +214,8 @@ def _parts(
     return [], [*begin, *turns]
 
 
-def _side(value: Any) -> str | list[Message]:  # noqa: ANN401 - any JSON value
+def text_or_messages(value: Any) -> str | list[Message]:  # noqa: ANN401 - any JSON value
+    """Read a part of a record that is a text, or a conversation."""
     return value if isinstance(value, str) else normalize_messages(value)
 
 

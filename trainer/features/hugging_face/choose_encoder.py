@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, final
 
 from trainer.config.components import Overlong, Task
@@ -14,8 +15,9 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
 from trainer.features.hugging_face.formats import Column, Format, columns_in
 from trainer.features.hugging_face.labels import Labels, find_labels, find_several, labels_in
-from trainer.features.hugging_face.preference_encoder import preference_fields
+from trainer.features.hugging_face.preference_encoder import preference_fields, prompt_of
 from trainer.features.hugging_face.records import RecordSource
+from trainer.features.hugging_face.task import TASKS
 from trainer.features.hugging_face.tokenizers import ends_of
 
 OVERLONG: Mapping[str, Overlong] = {
@@ -23,6 +25,10 @@ OVERLONG: Mapping[str, Overlong] = {
     **{"preference": "drop", "comparison": "drop"},
 }
 """What becomes of longer records where nobody says; of all others the head is kept."""
+GROUP_OF: Mapping[str, Callable[[encode.RoleValues], Any]] = {
+    **{"pair": itemgetter("anchor"), "preference": prompt_of, "comparison": prompt_of}
+}
+"""By format, what records share that are held out together; of all others their ids."""
 _WITHOUT_CLASSES = {
     "span": label_encoders.span_fields,
     "source and target": label_encoders.target_fields,
@@ -45,10 +51,19 @@ class EncodeOptions:
     # Whether labels are read; without them each record that is no sample is noted with its reason
     learns: bool = True
     of_numbers: bool = False  # whether labels are numbers, whatever they look like
+    of_pairs: bool = True  # whether pairs of answers are read where another format fits, too
     # By column, the value or values of records that are kept
     filter_by: Mapping[str, Any] = field(default_factory=dict)
     # Name and columns of the format that a run read, for records without labels
     trained_format: Mapping[str, Any] | None = None
+    # What scores, or labels that are numbers, mean where pairs are trained on; see `Pairs`
+    pair_rule: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def for_objective(cls, typed: str | None, *, task: Task, **others: Any) -> EncodeOptions:  # noqa: ANN401 - fields
+        """Make the options of a run, whose objective says what records are read as."""
+        of_numbers, of_pairs = typed == "regression", typed != TASKS[task].objective
+        return cls(task=task, of_numbers=of_numbers, of_pairs=of_pairs, **others)
 
 
 def fields_of(
@@ -74,10 +89,10 @@ def fields_of(
         return partial(label_encoders.choice_fields, num_choices=count), {}
     if form.name == "pair":
         classes = _stated(parts, form.columns.get("label")) or ()
-        read = partial(_by_role, source, parts, form)
         columns = {role: str(column) for role, column in form.columns.items()}
-        pairs = pair_encoder.look_at_pairs(f"data.path={source.path}", columns, classes, read)
-        return pairs, {"pairs": pairs.text, "rows": pairs.rows}
+        place, records = f"data.path={source.path}", _by_role(source, parts, form)
+        pairs = pair_encoder.look_at_pairs(place, columns, classes, records, options.pair_rule)
+        return pairs, {"pairs": pairs.text, "pair_rule": pairs.rule, "rows": pairs.rows}
     if form.name not in {"label", "tags"}:
         return _WITHOUT_CLASSES[form.name], {}
     encode_record: Any = label_encoders.label_fields
@@ -130,7 +145,10 @@ def _labels(
     """Find the classes of all labels in a column, or in several; `of_words` are lists of one."""
     try:
         values = label_encoders.read_labels(records_of_parts(source, parts), column)
-        is_list = isinstance(next((each for each in values if each is not None), None), list)
+        # Most of the first ones say it.
+        first = islice((each for each in values if each is not None), 1000)
+        are_lists = [isinstance(each, list) for each in first]
+        is_list = sum(are_lists) > len(are_lists) / 2
         values = label_encoders.read_labels(records_of_parts(source, parts), column)
         names = options.label_names or options.model_labels
         # Cells of CSV are all text.
@@ -143,8 +161,7 @@ def _labels(
         if options.of_numbers:
             return Labels()
         if is_list:
-            rows: Iterator[Any] = values
-            values = chain.from_iterable(each or () for each in rows)
+            values = chain.from_iterable(each for each in values if isinstance(each, list))
         return find_labels(values, *how)
     except (ValueError, TypeError) as error:
         called = " and ".join(map(repr, columns_in(column)))

@@ -60,12 +60,14 @@ class HuggingFaceData(TwoSides):
     * `source` and `target`, or `document` and `summary`: `labels` of a length of their own.
 
     Records are held out by their ids, so that copies of one, and all samples of a document, stay
-    on one side; a source that brings parts, such as `train` and `validation`, keeps them.
+    on one side; so do pairs with one first text, and answers to one prompt. A source that brings
+    parts, such as `train` and `validation`, keeps them.
 
     The keys of `conf/data/hf.yaml` say what the arguments are. Of the others, `task`,
     `max_positions` and `model_labels` are what the config of the model says; `label_names` are
     classes in their order, none of them where they are numbers. Without `learns` no record needs
-    what is learned, all are of one part, and columns are those of `trained_format`.
+    what is learned, all are of one part, and columns are those of `trained_format`. That is how a
+    run's records were read; its scale of scores, and meaning of labels, hold in others too.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
@@ -102,11 +104,6 @@ class HuggingFaceData(TwoSides):
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
         self._max_length = max_length or min(each for each in limits if each)
         self._tokenizer = tokenizer
-        if answers != "all" and not assistant_only_loss:
-            raise ConfigError(
-                f"data.answers={answers}: data.assistant_only_loss=false learns every token; leave "
-                "one of the two out"
-            )
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
         self._vocabulary = vocabulary_digest(tokenizer)
@@ -117,12 +114,11 @@ class HuggingFaceData(TwoSides):
             )
         self._trained = trained_format or {}
         names = tuple(label_names) if label_names is not None else None
-        options = EncodeOptions(
+        options = EncodeOptions.for_objective(
+            objective,
             task=task or "causal_lm",
             columns=dict(columns or {}),
-            of_numbers=objective == "regression",
-            # What is predicted may be without the column.
-            filter_by=filter if filter and learns else {},
+            filter_by=dict(filter or {}),
             model_labels=tuple(model_labels or ()),
             label_names=names,
             max_samples=max_samples,
@@ -137,7 +133,8 @@ class HuggingFaceData(TwoSides):
                 "chat_template_kwargs": variables,
             },
             learns=learns,
-            trained_format=trained_format,
+            trained_format=None if learns else trained_format,
+            pair_rule=self._trained.get("pairs") or {},
         )
         one_part_only = part is not None and holdout == 0
         self._source = find_records(path, subset, part, one_part_only=one_part_only, learns=learns)
@@ -180,6 +177,7 @@ class HuggingFaceData(TwoSides):
                 "name": known["format"],
                 "columns": known["columns"],
                 "vocabulary": self._vocabulary,
+                "pairs": known.get("pair_rule"),
             },
             predicted_table=self._source.table,
             unused=self._unused,

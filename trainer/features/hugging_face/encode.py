@@ -17,18 +17,21 @@ from torch.utils.data import DataLoader
 
 from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
+from trainer.core.micro_batch import IGNORED
 from trainer.core.user_code import quiet
-from trainer.data.collate import WEIGHT
+from trainer.data.collate import ATTENTION_MASK, LABELS, WEIGHT
 from trainer.data.documents import Ends, SampleKind, kinds_of, packed_fields
 from trainer.data.lines import FAULT_COLUMN, json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face.formats import Format
+from trainer.features.hugging_face.tokenizers import pad_token_of
 
 MANY_RECORDS = 10_000
 """From here on processes are started for the work, which costs half a second."""
 BATCH = 100
 """Records at a time: bounds the memory where a record is a book."""
+TYPE_IDS = "token_type_ids"
 LONGER = "longer than data.max_length"
 """Why records are dropped that are too long."""
 
@@ -80,8 +83,8 @@ class RecordEncoder:
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
     fields_of: FieldsOf
-    # A role; records that are equal in it are copies. None are those of the same ids
-    group_by: str | None = None
+    # Gives what copies share in place of their ids, if anything
+    group_of: Callable[[RoleValues], Any] | None = None
     weighs: bool = False  # whether samples say how often they count
 
     def encode(
@@ -93,7 +96,7 @@ class RecordEncoder:
         try:
             values = self.format.take(record)
             fields = self.fields_of(self, values)
-            often = weight_in(values.get(WEIGHT))
+            often = 1.0 if values.get(WEIGHT) is None else number_of(values, WEIGHT, least=0)
         except (TrainError, MemoryError):
             raise
         except ValueError as error:
@@ -115,8 +118,8 @@ class RecordEncoder:
                 each[WEIGHT] = np.float32(often) * np.asarray(each[WEIGHT], dtype=np.float32)
             # All samples of a record stay on one side of a split, with those of its copies.
             shared = np.asarray(each[INPUT_IDS], dtype=np.int64).tobytes()
-            if self.group_by is not None:
-                shared = repr(values[self.group_by]).encode()
+            if self.group_of is not None and (own := self.group_of(values)):
+                shared = repr(own).encode()
             group = group or hashlib.blake2b(shared, digest_size=16).digest()
             found.append(Encoded(entry=packed_fields(each), group=group, kinds=kinds_of(each)))
         return found[::-1]
@@ -167,6 +170,16 @@ class RecordEncoder:
             raise DroppedError(LONGER)
         return found
 
+    def padded(self, found: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        """Pad the rows of a sample to the longest."""
+        longest, rows = max(map(len, found[INPUT_IDS])), dict[str, list[list[int]]]()
+        fills = {INPUT_IDS: pad_token_of(self.tokenizer), LABELS: IGNORED}
+        for name in (INPUT_IDS, ATTENTION_MASK, TYPE_IDS, LABELS):
+            if name in found:
+                fill = [fills.get(name, 0)]
+                rows[name] = [row + fill * (longest - len(row)) for row in found[name]]
+        return rows
+
 
 def text_fields(encoder: RecordEncoder, record: RoleValues, ends: Ends) -> RecordFields:
     """Encode a text whole, without special tokens: it is divided where it is read."""
@@ -209,16 +222,6 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return value
 
 
-def weight_in(value: Any) -> float:  # noqa: ANN401 - any JSON
-    """Read how often a record counts: once, where it does not say it."""
-    weight = 1.0 if value is None else value
-    if isinstance(weight, str):
-        weight = number_in(weight)
-    if not isinstance(weight, int | float) or not 0 <= weight <= _LARGEST:
-        raise ValueError(f"its weight is {value!r}; write a number of 0 or more")
-    return float(weight)
-
-
 def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
     """Read a cell of CSV as a whole or real number; what is none, such as `007`, stays text."""
     if _NUMBER.fullmatch(cell) is None:
@@ -226,6 +229,16 @@ def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
     if WHOLE.fullmatch(cell):
         return int(cell)
     return float(cell)
+
+
+def number_of(record: RoleValues, role: str, least: float = -_LARGEST) -> float:
+    """Give a number of a record; a ValueError where it is none, as true and infinity are."""
+    value = record[role]
+    number = number_in(value) if isinstance(value, str) else value
+    if type(number) not in {int, float} or not least <= number <= _LARGEST:
+        text = "" if least else " of 0 or more"
+        raise ValueError(f"its {role} is {value!r}; write a number{text}")
+    return float(number)
 
 
 def text_of(record: RoleValues, role: str) -> str:

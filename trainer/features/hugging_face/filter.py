@@ -85,5 +85,6 @@ def _compared(value: Any) -> Any:  # noqa: ANN401 - any JSON
     """Give a number for what is written as one, else the text; nothing is an empty text."""
     if value is None:
         return ""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return encode.number_in(text)
+    text, word = str(value), str(value).lower()
+    # Python, pandas and Excel spell them otherwise.
+    return word if word in {"true", "false"} else encode.number_in(text)

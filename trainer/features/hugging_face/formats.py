@@ -58,19 +58,24 @@ def recognise(
     columns: Collection[str],
     task: Task,
     typed: Mapping[str, Column] | None = None,
+    filtered: Collection[str] = (),
     *,
     learns: bool = True,
+    of_pairs: bool = True,
 ) -> Format:
     """Find the format of records by their columns, for a model that is made for a task.
 
     Columns are `typed` by role in place of the usual ones; None under the name of a column leaves
-    it out. One that nothing reads, and that changes what a record means, is refused. Without
-    `learns` what is learned is not read, and need not be there.
+    it out. One that nothing reads, and that changes what a record means, is refused, unless it is
+    `filtered` by. Without `learns` what is learned is not read, and need not be there. Unless
+    `of_pairs`, a format of pairs of answers is the last that is tried.
     """
     if not learns:
         typed = _without_learned(typed or {}, columns, task)
     readable, named = _typed_roles(typed or {}, columns)
     formats = [*_usual(task, learns=learns)]
+    if not of_pairs:
+        formats.sort(key=lambda each: "rejected" in each[1])
     _check_typed(named, columns, task, formats)
     for name, usual in formats:
         found = _roles_in(readable, name, usual, named, learns=learns)
@@ -78,7 +83,8 @@ def recognise(
         # format that is typed says that this is not the one.
         needed = usual.keys() - _optional(name).keys()
         if needed and found.keys() >= needed | named.keys():
-            _refuse_unread(place, name, _unread(readable, found), learns=learns)
+            unread = {*_unread(readable, found)} - {*filtered}
+            _refuse_unread(place, name, unread, learns=learns)
             return Format(name, found, _unread(columns, found))
     wanted = _wanted(formats)
     if not wanted:
@@ -106,9 +112,12 @@ def _roles_in(
         is_other = role in optional and role not in named and column in named.values()
         if {*columns_in(column)} <= {*readable} and not is_other:
             found[role] = column
+    others: Mapping[str, str] = _FORMATS[name].get("other_names", {})
     for column in readable if learns else ():
-        if _is_repeated(name, column) and column not in named.values():
-            found[column] = column
+        # One more of a role, or a role by another name
+        role = column if _is_repeated(name, column) else others.get(column, "")
+        if role not in {"", *found, *named} and column not in named.values():
+            found[role] = column
     return found
 
 
@@ -127,6 +136,7 @@ def as_trained(
     columns: Collection[str],
     trained: Mapping[str, Any],
     typed: Mapping[str, Column],
+    filtered: Collection[str] = (),
 ) -> Format:
     """Find in other records the columns that a run read, but for those of what it learned.
 
@@ -160,7 +170,7 @@ def as_trained(
             text = f"no such role; the run read {', '.join(roles)}"
             raise ConfigError(f"data.columns={{{role}: {column}}}: {text}")
     unread = _unread(columns, found)
-    _refuse_unread(place, name, {*unread} - {*typed}, learns=False)
+    _refuse_unread(place, name, {*unread} - {*typed, *filtered}, learns=False)
     return Format(name, found, unread)
 
 
@@ -235,11 +245,13 @@ def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bo
     decisive = [*_FORMATS[name].get("asks", ())]
     if learns:
         decisive += [*_FORMATS[name].get("decisive", ()), *_WEIGHTS]
-    for column in decisive:
-        if column in unread:
+    for column in unread:
+        if re.fullmatch("|".join(decisive), column):
             reads_it = ""
             if column in _WEIGHTS and WEIGHT in _optional(name):
                 reads_it = f"; for how often each counts, type {_as_typed({WEIGHT: column})}"
+            elif column not in _WEIGHTS and "score" in _optional(name):
+                reads_it = f"; to learn it, type {_as_typed({'score': column})}, or label for score"
             raise DataError(
                 f"{place}: column {column!r} changes what a record means, and is not read "
                 f"from records of {name}{reads_it}; to train without it, type "

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.core.micro_batch import IGNORED
-from trainer.data.collate import ATTENTION_MASK, LABELS
+from trainer.data.collate import LABELS
 from trainer.data.samples import CHARACTERS, INPUT_IDS
 from trainer.features.hugging_face.encode import (
+    TYPE_IDS,
     DroppedError,
     RecordEncoder,
     RecordFields,
@@ -18,9 +19,6 @@ from trainer.features.hugging_face.encode import (
 )
 from trainer.features.hugging_face.formats import column_value
 from trainer.features.hugging_face.labels import Labels
-from trainer.features.hugging_face.tokenizers import pad_token_of
-
-TYPE_IDS = "token_type_ids"
 
 
 def read_labels(
@@ -139,7 +137,7 @@ def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) 
     if not is_asked and (not isinstance(label, int) or not 0 <= label < len(choices)):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
     found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)
-    fields: dict[str, Any] = {**padded_rows(found, encoder.tokenizer)}
+    fields: dict[str, Any] = {**encoder.padded(found)}
     if not is_asked:
         fields[LABELS] = label
     return fields
@@ -152,20 +150,6 @@ def target_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
         return {INPUT_IDS: source[INPUT_IDS]}
     target = encoder.tokenize(text_target=text_of(record, "target"))
     return {INPUT_IDS: source[INPUT_IDS], LABELS: target[INPUT_IDS]}
-
-
-def padded_rows(
-    found: Mapping[str, list[list[int]]],
-    tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
-) -> dict[str, list[list[int]]]:
-    """Pad the rows of a sample to the longest."""
-    longest = max(map(len, found[INPUT_IDS]))
-    fills = {INPUT_IDS: pad_token_of(tokenizer), ATTENTION_MASK: 0, TYPE_IDS: 0, LABELS: IGNORED}
-    rows = {}
-    for name, fill in fills.items():
-        if name in found:
-            rows[name] = [row + [fill] * (longest - len(row)) for row in found[name]]
-    return rows
 
 
 def _answer(answers: Any, context: str) -> tuple[int, int] | None:  # noqa: ANN401 - any JSON

@@ -58,15 +58,17 @@ class Labels:
 
     def _placed(self, value: Any) -> float:  # noqa: ANN401 - any JSON
         """Give one of several numbers; an empty one is no loss term."""
-        if value in {None, ""}:
+        if value is None or value == "":
             return IGNORED
         number = number_in(value) if isinstance(value, str) else value
-        if self.several == "flags" and number not in {0, 1}:
+        if self.several == "flags" and number not in (0, 1):
             raise ValueError(f"the label {value!r} is neither 0 nor 1, as those of other records")
         return float(Labels().number(number))
 
     def number(self, value: Any) -> int | float:  # noqa: ANN401 - any JSON
         """Give the number of a label; a ValueError where it is none, or no class."""
+        if isinstance(value, list):
+            raise ValueError(f"the label {value!r} is a list, and other records have one label")
         if isinstance(value, str) and value not in self.numbers:
             value = number_in(value)
         if isinstance(value, Hashable) and value in self.numbers:
@@ -107,7 +109,8 @@ def find_labels(
     Names of numbers are `stated` by some data. Those of the model's head count where they are all
     of the data's; `fixed` ones in any case, and none at all where labels are to be numbers.
     """
-    found = {*values}
+    # An object or a list is a bad record, and named where that is encoded.
+    found = {each for each in values if not isinstance(each, dict | list)}
     distinct = found - {None}
     kinds = {*map(type, distinct)}
     if kinds == {str} and fixed is not None and not fixed:
@@ -136,6 +139,10 @@ def _whole_labels(
     whole = sorted({*values.values()} - {IGNORED})
     words, given = [*map(str, whole)], fixed or model
     is_known = {*words} <= {*given} or bool(fixed and all(WHOLE.fullmatch(each) for each in fixed))
+    is_unknown = -1 in whole and (fixed is not None or whole[:3] == [-1, 0, 1])
+    if is_unknown and not is_known:
+        text = "leave its records out by data.filter, or write classes as words"
+        raise ValueError(f"the label -1 mostly stands for one that is not known; {text}")
     are_places = whole == [*range(len(whole))] or 0 <= whole[0] <= whole[-1] < len(model)
     if not is_known and (are_places or fixed is not None):
         return Labels(None, max(1 + max(whole, default=0), len(model)), values)
@@ -156,23 +163,24 @@ def find_several(
 ) -> Labels:
     """Find what the labels of records are that have several each, in a list or in `columns`.
 
-    Lists of one length are a place for each number: 0 or 1 where the label applies, or real
-    numbers. Others have the names, or numbers, of the labels that apply.
+    Lists of one length are a place for each number: 0 or 1 where the label applies, or any numbers
+    unless classes of another count are known. Others have the names or numbers of those that apply.
     """
     lengths, distinct = set[int](), set[object]()
     for row in rows:
         if isinstance(row, list):
             lengths.add(len(row))
-            distinct.update(row)
+            distinct.update(each for each in row if not isinstance(each, dict | list))
     distinct -= {None, ""}
     numbers = {number_in(each) if isinstance(each, str) and columns else each for each in distinct}
-    is_even = len(lengths) == 1 and (lengths > {1} or max(lengths) > 1 or bool(columns))
+    count, kinds, names = max(lengths, default=0), {*map(type, numbers)}, columns or fixed or model
+    is_even = len(lengths) == 1 and (count > 1 or bool(columns))
     are_flags = is_even and numbers <= {0, 1}
-    if are_flags or columns or float in {*map(type, numbers)}:
-        count = max(lengths, default=0)
-        names = tuple(columns or fixed or model)
+    is_open = stated is None and len(names) in {0, count}
+    are_numbers = is_even and is_open and kinds <= {bool, int, float}
+    if are_flags or are_numbers or columns or float in kinds:
         return Labels(
-            names if len(names) == count else None,
+            tuple(names) if len(names) == count else None,
             count,
             several="flags" if are_flags else "numbers",
             by_place=True,

@@ -93,10 +93,12 @@ class HuggingFace(ModelLibrary):
 
         A source is a folder or file of a config of transformers, or a name on the hub; of one that
         cannot be read nothing is known, and the model says why. A head for another task has no
-        labels.
+        labels, but for as many as are typed.
         """
         task = arguments.get("task") or task_of_class(*target.split("."))
         found: dict[str, Any] = {"task": task, "max_positions": None, "model_labels": None}
+        if (typed := arguments.get("num_classes")) is not None:
+            found["model_labels"] = [f"LABEL_{number}" for number in range(typed)]
         if source is None:
             return found
         read_cache_without_network(source)
@@ -109,7 +111,8 @@ class HuggingFace(ModelLibrary):
         is_labelled = stated in {"sequence_classification", "token_classification"}
         if is_labelled and task in {None, stated}:
             names = config.id2label
-            found["model_labels"] = tuple(names[i] for i in sorted(names)) or None
+            if typed in {None, len(names)}:
+                found["model_labels"] = tuple(names[i] for i in sorted(names)) or None
         found["max_positions"] = getattr(config, "max_position_embeddings", None)
         return found | {"task": task or stated}
 

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, final
 
 from trainer.core.errors import DataError
 from trainer.core.format import plural
 from trainer.data.samples import INPUT_IDS
-from trainer.features.hugging_face.encode import (
-    RecordEncoder,
-    RecordFields,
-    RoleValues,
-    number_in,
-    text_of,
-)
-from trainer.features.hugging_face.label_encoders import TYPE_IDS, padded_rows
+from trainer.features.hugging_face import encode
+from trainer.features.hugging_face.encode import RoleValues, text_of
 from trainer.features.hugging_face.task import WORDS
 
 _ID_ROLES = ("id", "anchor_id", "positive_id")
-_LABELS: Sequence[Mapping[str, str]] = WORDS["pair_labels"]
 _SHOWN = {"positive": "positive", "negative": "hard negative", "unused": "not used"}
 
-Read = Callable[[], Iterator[tuple[str, int, RoleValues]]]
-"""Reads all records anew, by role, with part and row; by no role those that are bad."""
+PairRecords = Iterator[tuple[str, int, RoleValues]]
+"""All records by role, with part and row; by no role those that are bad."""
 
 
 @final
@@ -38,7 +30,9 @@ class Pairs:
 
     # Rows of a sample behind the two of its pair
     num_negatives: int = 0
-    scale: float = 1.0  # what scores are divided by
+    # What holds in other data of a run: the `scale` that scores are divided by, or what labels say
+    # that are `numbers`
+    rule: Mapping[str, Any] = field(default_factory=dict)
     # Of pairs with labels, the hard negative of each positive that has one
     by_label: Mapping[tuple[str, str], str] = field(default_factory=dict)
     # By part, which records are samples; None are all
@@ -46,7 +40,7 @@ class Pairs:
     # What was found, for a person
     text: str = ""
 
-    def __call__(self, encoder: RecordEncoder, record: RoleValues) -> RecordFields:
+    def __call__(self, encoder: encode.RecordEncoder, record: RoleValues) -> encode.RecordFields:
         """Encode the texts of a record as a row each; or the first alone."""
         texts = [text_of(record, "anchor")]
         if "positive" in record:
@@ -61,11 +55,11 @@ class Pairs:
         found = encoder.tokenize(texts, return_attention_mask=True)
         if not all(found[INPUT_IDS]):
             raise ValueError("one of its texts has no tokens")
-        fields: dict[str, Any] = padded_rows(found, encoder.tokenizer)
+        fields: dict[str, Any] = encoder.padded(found)
         # They are 0 of a single text, as a model that gets none takes them.
-        fields.pop(TYPE_IDS, None)
+        fields.pop(encode.TYPE_IDS, None)
         if "score" in record:
-            fields["score"] = _score_of(record) / self.scale
+            fields["score"] = encode.number_of(record, "score") / self.rule["scale"]
         for role in _ID_ROLES:
             if role in record:
                 # Without one a pair is as its texts are.
@@ -76,11 +70,16 @@ class Pairs:
 
 
 def look_at_pairs(
-    place: str, columns: Mapping[str, str], classes: Sequence[str], read: Read
+    place: str,
+    columns: Mapping[str, str],
+    classes: Sequence[str],
+    records: PairRecords,
+    trained: Mapping[str, Any],
 ) -> Pairs:
     """Find out of all records what encoding one of them takes.
 
-    `columns` are by role; `classes` are what a column of numbers calls them, if it does.
+    `columns` are by role; `classes` are what a column of numbers calls them, if it does; `trained`
+    is the rule of the data that are trained on, where these are others.
     """
     roles = [role for role in columns if role in {"score", "label"} or role.startswith("negative")]
     if len(roles) > 1 and {"score", "label"} & {*roles}:
@@ -90,11 +89,11 @@ def look_at_pairs(
             f"'data.columns={{{columns[roles[-1]]}:null}}'"
         )
     if "score" in columns:
-        return _scored(place, columns["score"], read)
+        return _scored(place, columns["score"], records, trained.get("scale"))
     if "label" in columns:
-        return _labelled(place, columns["label"], classes, read)
+        return _labelled(place, columns, classes, records, trained.get("numbers"))
     counts = Counter[int]()
-    for _, _, record in read() if roles else ():
+    for _, _, record in records if roles else ():
         with suppress(ValueError):
             counts[len(_negatives_of(record))] += 1
     most, least = max(counts, default=0), min(counts, default=0)
@@ -104,87 +103,115 @@ def look_at_pairs(
     return Pairs(num_negatives=most, text=text if roles else "")
 
 
-def _scored(place: str, column: str, read: Read) -> Pairs:
+def _scored(place: str, column: str, records: PairRecords, trained: float | None) -> Pairs:
     """Find what all scores are divided by."""
     scores = [0.0]
-    for _, _, record in read():
+    for _, _, record in records:
         # One that is bad is named where it is encoded.
-        with suppress(ValueError):
-            scores.append(_score_of(record))
+        with suppress(ValueError, KeyError):
+            scores.append(encode.number_of(record, "score"))
     least, most = min(scores), max(scores)
-    for scale in WORDS["pair_scales"]:
+    for scale in [trained] if trained else WORDS["pair_scales"]:
         if max(most, -least) <= scale:
             text = f"scores of {least:g} to {most:g}"
             if scale > 1:
-                text += f" divided by {scale}"
-            return Pairs(scale=scale, text=text)
+                text += f" divided by {scale:g}"
+            return Pairs(rule={"scale": scale}, text=text)
     raise DataError(
         f"{place}: column {column!r} has scores up to {max(most, -least):g}; divide them, so that "
-        "texts of one meaning have 1"
+        f"texts of one meaning have {trained or 1:g}"
     )
 
 
-def _labelled(place: str, column: str, classes: Sequence[str], read: Read) -> Pairs:
+def _labelled(
+    place: str,
+    columns: Mapping[str, str],
+    classes: Sequence[str],
+    records: PairRecords,
+    trained: Mapping[str, str] | None,
+) -> Pairs:
     """Find the records of positives, and for each a hard negative of the same first text.
 
     The first positive of a text gets its first negative, the second one the second, and so on;
     where negatives are fewer they come again.
     """
-    labels = {_label_of(record, classes) for _, _, record in read()} - {""}
-    meanings = next((each for each in _LABELS if labels <= each.keys()), None)
-    if meanings is None:
-        raise DataError(
-            f"{place}: column {column!r} has the labels {', '.join(sorted(labels)[:5])}, and pairs "
-            "take entailment, neutral and contradiction, or 0 and 1; for scores type "
-            f"'data.columns={{score: {column}}}'"
-        )
-    rows, num_records = defaultdict[str, list[int]](list), 0
-    texts = {meaning: defaultdict[tuple[str, str], list[str]](list) for meaning in _SHOWN}
-    for part, row, record in read():
-        num_records += 1
-        meaning = meanings.get(_label_of(record, classes))
+    pairs = list[tuple[str, int, str, tuple[str, str]]]()
+    for part, row, record in records:
+        texts = str(record.get("anchor")), str(record.get("positive"))
+        pairs.append((part, row, _label_of(record, classes), texts))
+    labels = {label for _, _, label, _ in pairs} - {""}
+    meanings = _meanings(place, columns, labels, trained or {})
+    rows = defaultdict[str, list[int]](list)
+    found = {meaning: defaultdict[tuple[str, str], list[str]](list) for meaning in _SHOWN}
+    for part, row, label, (anchor, positive) in pairs:
+        meaning = meanings.get(label)
         # One that is bad is named where it is encoded.
         if meaning in {None, "positive"}:
             rows[part].append(row)
         if meaning is not None:
-            texts[meaning][part, str(record["anchor"])].append(str(record["positive"]))
+            found[meaning][part, anchor].append(positive)
     by_label, num_samples = dict[tuple[str, str], str](), [0, 0]
-    for (part, anchor), positives in texts["positive"].items():
-        negatives = texts["negative"].get((part, anchor), [])
+    for (part, anchor), positives in found["positive"].items():
+        negatives = found["negative"].get((part, anchor), [])
         num_samples[bool(negatives)] += len(positives)
         for i, positive in enumerate(positives if negatives else ()):
             # Of a pair that is there twice, and in two parts, the first counts.
             by_label.setdefault((anchor, positive), negatives[i % len(negatives)])
     words = ", ".join(f"{label} {_SHOWN[meanings[label]]}" for label in sorted(labels))
-    if not texts["positive"]:
+    if not found["positive"]:
+        column = columns["label"]
         raise DataError(f"{place}: column {column!r} has no positive ({words or 'no label'})")
     text = (
         f"{num_samples[1]:,} with a hard negative and {num_samples[0]:,} without, of "
-        f"{plural(num_records, 'record')} ({words})"
+        f"{plural(len(pairs), 'record')} ({words})"
     )
-    return Pairs(num_negatives=int(bool(by_label)), by_label=by_label, rows=rows, text=text)
+    # Words say the same everywhere.
+    numbers = {} if meanings is WORDS["pair_words"] else meanings
+    for i, name in enumerate(classes):
+        if name.casefold() in meanings:
+            numbers = {**numbers, str(i): meanings[name.casefold()]}
+    return Pairs(
+        num_negatives=int(bool(by_label)),
+        rule={"numbers": numbers},
+        by_label=by_label,
+        rows=rows,
+        text=text,
+    )
+
+
+def _meanings(
+    place: str, columns: Mapping[str, str], labels: set[str], trained: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Tell what each label says of a pair; numbers say what they do where they are `trained`."""
+    words, numbers, bits = (WORDS[f"pair_{name}"] for name in ("words", "numbers", "bits"))
+    if labels <= words.keys():
+        return words  # type: ignore[no-any-return] # of YAML
+    column, beside = columns["label"], columns["positive"]
+    known = trained or (numbers if "2" in labels else bits)
+    if not labels <= known.keys():
+        takes = ", ".join(trained) or "entailment, neutral and contradiction, or 0 and 1"
+        raise DataError(
+            f"{place}: column {column!r} has the labels {', '.join(sorted(labels)[:5])}, and pairs "
+            f"take {takes}; for scores type 'data.columns={{score: {column}}}'"
+        )
+    if known is bits and {column, beside}.isdisjoint(WORDS["pair_bits_of"]):
+        raise DataError(
+            f"{place}: column {column!r} has 0 and 1, and beside {beside!r} 0 may mean entailment, "
+            "or no duplicate: write entailment and not_entailment, or duplicate and not_duplicate"
+        )
+    return known
 
 
 def _label_of(record: RoleValues, classes: Sequence[str]) -> str:
-    """Write a label as `pair_labels` has it; nothing where there is none."""
+    """Write a label as `pair_words` has it; nothing where there is none."""
     value = record.get("label")
     if isinstance(value, str):
-        value = number_in(value)
+        value = encode.number_in(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if classes and isinstance(value, int) and 0 <= value < len(classes):
         value = classes[value]
     return "" if value is None else str(value).casefold()
-
-
-def _score_of(record: RoleValues) -> float:
-    """Give the score of a record; a ValueError where it is none."""
-    value = record.get("score")
-    if isinstance(value, str):
-        value = number_in(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise ValueError(f"its score is {value!r}, which is no number")
-    return float(value)
 
 
 def _negatives_of(record: RoleValues) -> list[str]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
-
-from trainer.core.micro_batch import IGNORED
 from trainer.data.chat import encode_samples
 from trainer.data.collate import ATTENTION_MASK, LABELS
-from trainer.data.conversation import Message, normalize_messages
+from trainer.data.conversation import ASSISTANT, Message
 from trainer.data.samples import INPUT_IDS
-from trainer.features.hugging_face import encode
-from trainer.features.hugging_face.label_encoders import padded_rows
+from trainer.features.hugging_face import chat_encoder, encode
 
-SAME = "whose chosen and rejected are the same"
 Answer = str | list[Message]
 
 
@@ -33,57 +28,52 @@ def preference_fields(
     one; and one text may be alone, where there is nothing to be learned.
     """
     prompt, sides = _parts(record, joins=scores)
-    rows = {INPUT_IDS: list[Any](), ATTENTION_MASK: list[Any](), LABELS: list[Any]()}
+    how = {**chat_encoder.rendering(record, options), "learns_all": scores}
+    ids, labels = list[list[int]](), list[list[int]]()
     for side in sides:
-        (ids, counts), *others = encode_samples(
-            encoder.tokenizer,
-            prompt,
-            side,
-            tools=record.get("tools"),
-            chat_template=options["chat_template"],
-            chat_template_kwargs=options["chat_template_kwargs"],
-            learns_all=scores,
-        )
+        encoded, *others = encode_samples(encoder.tokenizer, prompt, side, **how)
         if others:
             text = "answers of several turns, which the chat template renders otherwise later on"
             raise ValueError(f"{text}; leave one turn of each")
-        if len(ids) > encoder.max_length and encoder.overlong == "drop":
-            raise encode.DroppedError(encode.LONGER)
-        rest = slice(-encoder.max_length, None)
-        if options["truncation"] == "right":
-            rest = slice(encoder.max_length)
-        row, counted = np.array(ids[rest]), np.array(counts[rest])
-        # The first token is never predicted
-        if not counted[1:].any() and not scores:
-            raise encode.DroppedError("without a loss term")
-        rows[INPUT_IDS].append(row.tolist())
-        rows[ATTENTION_MASK].append([1] * len(row))
-        rows[LABELS].append(np.where(counted, row, IGNORED).tolist())
-    if rows[INPUT_IDS][1:] == rows[INPUT_IDS][:-1] != []:
-        raise encode.DroppedError(SAME)
-    if scores:
-        del rows[LABELS]
-    fields: dict[str, Any] = padded_rows(rows, encoder.tokenizer)
+        for weight in {*encoded[1]} - {0, 1}:
+            text = "and the answers of a pair count once; leave it out"
+            raise ValueError(f"a message has the weight {weight:g}, {text}")
+        row = chat_encoder.fitted(encoder, encoded, options, learns=not scores)
+        ids.append(row[INPUT_IDS].tolist())
+        labels.append(row[LABELS].tolist())
+    if ids[1:] == ids[:-1] != []:
+        raise encode.DroppedError("whose chosen and rejected are the same")
+    rows = {INPUT_IDS: ids, ATTENTION_MASK: [[1] * len(row) for row in ids]}
+    if not scores:
+        rows[LABELS] = labels
+    fields: dict[str, Any] = encoder.padded(rows)
     if scores and "margin" in record:
-        fields["margin"] = _margin(record["margin"])
+        fields["margin"] = encode.number_of(record, "margin")
     return fields
 
 
-def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[Answer]]:
-    """Give the prompt and the answers; what answers without a prompt begin with is their prompt.
+def prompt_of(record: encode.RoleValues) -> Answer | None:
+    """Give the prompt of a pair; None where it is but words that two texts begin with."""
+    prompt, _ = _parts(record, joins=False)
+    return prompt if record.get("prompt") or isinstance(prompt, list) else None
 
-    Of conversations those are whole messages, and of texts whole words.
+
+def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[Answer]]:
+    """Give the prompt and the answers, which may begin with it.
+
+    What both begin with is the prompt where there is none: whole messages, or whole words.
     """
-    prompt, sides = record.get("prompt"), list[Answer]()
-    for role in ("chosen", "rejected"):
-        if role in record:
-            value = record[role]
-            sides.append(encode.text_of(record, role) if isinstance(value, str) else _read(value))
-    # Beside a prompt in text, some files have conversations that begin with it.
-    if isinstance(prompt, str) and isinstance(sides[0], list):
-        prompt = None
+    read, prompt = chat_encoder.text_or_messages, record.get("prompt")
+    sides = [read(record[role]) for role in ("chosen", "rejected") if role in record]
     if prompt is not None:
-        return prompt if isinstance(prompt, str) else _read(prompt), sides
+        prompt = read(prompt)
+    if isinstance(prompt, str) and isinstance(sides[0], list):
+        prompt = _question(prompt, sides)
+    if prompt is not None:
+        size = len(prompt)
+        if all(side[:size] == prompt and side[size:] for side in sides):
+            sides = [side[size:] for side in sides]
+        return prompt, sides
     first, last = sides[0], sides[-1]
     both = zip(first, last, strict=False)
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], both)])
@@ -97,12 +87,13 @@ def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[
     return first[:at], [side[at:] for side in sides]
 
 
-def _read(value: Any) -> list[Message]:  # noqa: ANN401 - any JSON
-    return normalize_messages(value)
-
-
-def _margin(value: Any) -> float:  # noqa: ANN401 - any JSON
-    number = encode.number_in(value) if isinstance(value, str) else value
-    if isinstance(number, int | float) and np.isfinite(number):
-        return float(number)
-    raise ValueError(f"its margin {value!r} is no number")
+def _question(prompt: str, sides: Iterable[Answer]) -> list[Message] | None:
+    """Give the message of a prompt in text; None where the conversations have it already."""
+    talks, asked = [side for side in sides if isinstance(side, list)], ("user", prompt.strip())
+    turns = [[(turn["role"], str(turn.get("content")).strip()) for turn in talk] for talk in talks]
+    if not asked[1] or all(asked in of_talk for of_talk in turns):
+        return None
+    if any(talk[0]["role"] != ASSISTANT for talk in talks):
+        text = "its answers begin with other messages than its prompt"
+        raise ValueError(f"{text}; to leave the prompt out, type 'data.columns={{prompt:null}}'")
+    return [{"role": "user", "content": prompt}]

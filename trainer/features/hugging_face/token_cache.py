@@ -23,6 +23,7 @@ from trainer.data.lines import FAULT_COLUMN, fault
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import chat_encoder, encode
 from trainer.features.hugging_face.choose_encoder import (
+    GROUP_OF,
     OVERLONG,
     EncodeOptions,
     fields_of,
@@ -52,9 +53,9 @@ def cached_records(
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
     (the one that is trained on is the first), `other_parts` and columns that are `unread`, `runs`
     of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`, and
-    options that are `unused`, each with why; of `pairs` what was found; without labels also how
-    many records each part has, `num_records`, and `left_out`, by part the rows that are no samples,
-    each with why.
+    options that are `unused`, each with why; of `pairs` what was found, and the `pair_rule`;
+    without labels also how many records each part has, `num_records`, and `left_out`, by part the
+    rows that are no samples, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
     loaded, state = None, source.digest
@@ -65,14 +66,15 @@ def cached_records(
     def build(add: index.Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
-            selected, num_records = dict[str, Any](), sum(map(len, parts.values()))
+            selected = dict[str, Any]()
+            num_records = {part: len(records) for part, records in parts.items()}
             if options.filter_by:
                 is_json, place = source.kind == "json", f"data.path={source.path}"
                 values = values_by_column(options.filter_by)
                 selected = selected_rows(place, parts, values, is_json=is_json)
                 parts = {part: parts[part].select(own) for part, own in selected.items()}
             form = _recognised(source, parts, options)
-            first = islice(records_of_parts(source, parts), _LOOKED_AT)
+            first = [*islice(records_of_parts(source, parts), _LOOKED_AT)]
             ignored = chat_encoder.unread_by_template(form, first, tokenizer, options.of_answers)
             encode_record, facts = fields_of(source, parts, form, tokenizer, options)
             rows = facts.pop("rows", None)
@@ -83,8 +85,7 @@ def cached_records(
                 max_length=options.max_length,
                 overlong=options.overlong or OVERLONG.get(form.name, "cut"),
                 fields_of=encode_record,
-                # Records that make samples of each other stay on one side.
-                group_by="anchor" if rows is not None else None,
+                group_of=GROUP_OF.get(form.name) if options.learns else None,
                 weighs=weighs_samples(source, parts, form, options),
             )
             written = _Writer(source, encoder, add, skips=skips, notes=not options.learns)
@@ -103,18 +104,18 @@ def cached_records(
             "divided": [written.num_divided, written.num_answers],
             "overlong": encoder.overlong,
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
-            "kept": [sum(map(len, selected.values())), num_records] if selected else None,
-            "unused": _unused(options, encoder, form.name),
+            "kept": selected and [sum(map(len, selected.values())), sum(num_records.values())],
+            "unused": _unused(options, encoder, first),
         }
         if not options.learns:
-            facts["num_records"] = {part: len(records) for part, records in parts.items()}
+            facts["num_records"] = num_records
             facts["left_out"] = written.left_out
         return written.bad, facts
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
     # The number goes up where the same records become other entries.
-    return index.cached_index("hf", settings, {}, build, reader=f"8|{state}")
+    return index.cached_index("hf", settings, {}, build, reader=f"9|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -134,16 +135,19 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
         if not found:
             name = source.name_of(next(iter(parts)), 0)
             raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
+    filtered = options.filter_by
     if options.trained_format is not None:
-        return as_trained(place, columns, options.trained_format, options.columns)
-    return recognise(place, columns, options.task, options.columns, learns=options.learns)
+        return as_trained(place, columns, options.trained_format, options.columns, filtered)
+    typed, how = options.columns, {"learns": options.learns, "of_pairs": options.of_pairs}
+    return recognise(place, columns, options.task, typed, filtered, **how)
 
 
-def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) -> dict[str, str]:
-    """Say of options that were typed and do nothing what they are for."""
-    is_chat = chat_encoder.has_template(encoder.tokenizer, options.of_answers)
-    used = chat_encoder.answer_options(form, encoder.overlong, is_chat=is_chat)
-    these = f"and these records are {form} under data.overlong={encoder.overlong}"
+def _unused(
+    options: EncodeOptions, encoder: encode.RecordEncoder, first: Sequence[Any]
+) -> dict[str, str]:
+    """Say of options that were typed and do nothing what they are for, by the first records."""
+    used = chat_encoder.answer_options(encoder, options.of_answers, first)
+    these = f"and these records are {encoder.format.name} under data.overlong={encoder.overlong}"
     unused = dict[str, str]()
     for name, (default, purpose) in encode.OF_ANSWERS.items():
         if options.of_answers[name] != default and name not in used:
@@ -195,10 +199,8 @@ class _Writer:
 
         Of some rows alone, where others are read with them.
         """
-        rows, places = (
-            _chosen(len(records), most, some),
-            self.rows.get(part, np.arange(len(records))),
-        )
+        rows = _chosen(len(records), most, some)
+        places = self.rows.get(part, np.arange(len(records)))
         if len(rows) < len(records):
             records = records.select(rows)
         rows = places[rows]
@@ -270,8 +272,7 @@ def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
             if file.is_file():
                 content = file.read_bytes()
                 if file.name == "tokenizer.json":
-                    content = json.dumps(
-                        {**json.loads(content), "truncation": None, "padding": None}
-                    ).encode()
+                    same = {**json.loads(content), "truncation": None, "padding": None}
+                    content = json.dumps(same).encode()
                 digest.update(file.name.encode() + content)
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import ModelRun
-from trainer.objectives.base import at_least_single, logits_of, without_labels
+from trainer.objectives.base import at_least_single, logits_of, text_rows, without_labels
 from trainer.objectives.next_token import LEAST_BYTES, shifted_labels
 
 ROWS_OF_PAIR = 2  # of a pair: the chosen row, then the rejected one
@@ -26,11 +26,7 @@ def pair_rows(fields: Fields, key: str) -> dict[str, Tensor]:
             f"{key}: takes pairs, input_ids of (samples, 2, time), and the data give {shape}: give "
             "records with chosen and rejected to data=hf"
         )
-    rows = dict[str, Tensor]()
-    for name, field in fields.items():
-        if field.shape == ids.shape:
-            rows[name] = field.flatten(0, 1)
-    return rows
+    return text_rows(fields)
 
 
 def answer_logps(model: ModelRun, rows: Fields) -> Tensor:

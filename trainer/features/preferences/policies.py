@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal, cast, final
+from typing import Any, ClassVar, Literal, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +34,16 @@ class PairPolicy(Objective):
     # Preferences move a model that can do its work already: a twentieth of the usual rate
     rate_share = 0.05
 
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """What is typed for it."""
+    key: ClassVar[str]  # what is typed for it
+
+    def rows(self, fields: Fields) -> dict[str, Tensor]:
+        """Put the rows of pairs under each other; a ConfigError where they have no labels."""
+        rows = pair_rows(fields, self.key)
+        if LABELS not in rows:
+            text = "learns the tokens of answers, of which the data of a classifier have no labels"
+            kind = "type objective=reward, or model.task=causal_lm for a model that answers"
+            raise ConfigError(f"{self.key}: {text}; {kind}")
+        return rows
 
     def rewards(self, rewards: Tensor) -> dict[str, Tensor]:
         """Sum the metrics from the reward of each answer, `(samples, 2)`, without a graph."""
@@ -86,11 +91,12 @@ class DirectPreference(PairPolicy):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count pairs."""
-        return dict.fromkeys(("dpo", *METRICS), float(len(fields[LABELS])))
+        count = float(len(answer_lengths(self.rows(fields))))
+        return dict.fromkeys(("dpo", *METRICS), count)
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over pairs; both models compute the same rows."""
-        run, rows = cast("ModelRun", model), pair_rows(fields, self.key)
+        run, rows = cast("ModelRun", model), self.rows(fields)
         logps = answer_logps(run, rows)
         with run.frozen() as before:
             first = answer_logps(before, rows)
@@ -126,13 +132,13 @@ class OddsRatio(PairPolicy):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens of chosen answers, and pairs."""
-        count = float(len(fields[LABELS]))
-        tokens = answer_lengths(pair_rows(fields, self.key))[:, 0].sum()
-        return {"cross_entropy": float(tokens), **dict.fromkeys(("odds_ratio", *METRICS), count)}
+        lengths = answer_lengths(self.rows(fields))
+        counts = dict.fromkeys(("odds_ratio", *METRICS), float(len(lengths)))
+        return {"cross_entropy": float(lengths[:, 0].sum()), **counts}
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the tokens of chosen answers, and over pairs."""
-        rows = pair_rows(fields, self.key)
+        rows = self.rows(fields)
         logps = answer_logps(cast("ModelRun", model), rows)
         means = logps / answer_lengths(rows)
         # log(p / (1 - p)) of p = exp(mean), which rounds to 1 where the mean is near 0

@@ -20,6 +20,7 @@ from trainer.objectives.base import (
     at_least_single,
     logits_from,
     logits_of,
+    text_rows,
 )
 from trainer.objectives.text_output import TextOutput
 
@@ -58,9 +59,8 @@ class Reward(Objective):
         self, model: ModelCall, fields: Fields, text: TextOutput
     ) -> Sequence[Mapping[str, Any]]:
         """Give the number of each text; of a pair both, the chosen one's first."""
-        ids = fields[INPUT_IDS]
-        rows = {name: f.flatten(0, 1) for name, f in fields.items() if f.shape == ids.shape}
-        numbers = _numbers(logits_from(model, rows)).view(ids.shape[:-1])
+        logits = logits_from(model, text_rows(fields))
+        numbers = _numbers(logits).view(fields[INPUT_IDS].shape[:-1])
         # One number stands alone.
         return [{"prediction": own if own[1:] else own[0]} for own in numbers.tolist()]
 

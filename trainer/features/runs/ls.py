@@ -33,7 +33,7 @@ _ORDERS = {
     "name": "by name",
     "step": "most steps first",
 }
-_COLOURS = {"completed": "green", "running": "cyan", "preempted": "yellow"}
+_COLOURS = {"completed": "green", "running": "cyan", "preempted": "yellow", "pruned": "yellow"}
 # Quotes that Hydra has around a path, which nobody typed
 _UNQUOTED = re.compile(r"^(['\"])(.*)\1$")
 _WORDS = partial(TextWrapper, break_long_words=False, break_on_hyphens=False)

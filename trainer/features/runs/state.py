@@ -39,6 +39,9 @@ def word_of_state(run: RunFolder) -> str:
     state = run.record(RunFolder.STATUS).get("state")
     if state == "running" and not is_locked(run.path):
         return "killed"
+    # By its search
+    if str(run.record(RunFolder.RESULT).get("stopped")).startswith("pruned:"):
+        return "pruned"
     return str(state) if state in get_args(RunState) else "-"
 
 

@@ -26,11 +26,15 @@ KEY = "class_weights"
 class WeightsOfRun(Feature):
     """Gives an objective one weight for each class, where `class_weights` are a word or by name."""
 
-    def decided(self, objective: Objective, data: DataView) -> Mapping[str, Any]:
+    def decided(
+        self, objective: Objective, data: DataView, recorded: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """See the base class."""
         typed = getattr(objective, KEY, None)
         if not isinstance(typed, str | Mapping):
             return {}
+        if (known := recorded.get(f"objective.{KEY}")) is not None:
+            return {KEY: known}
         counts = class_counts(data)
         if isinstance(typed, str):
             return {KEY: balanced(counts)}
