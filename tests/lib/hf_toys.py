@@ -59,6 +59,11 @@ TEMPLATE = (
 )
 
 
+def entity_tag(word: str) -> str:
+    """Tag a word by its length."""
+    return ("B-PER", "O", "O")[len(word) % 3]
+
+
 def save_job_files(*models: str) -> None:
     """Write, in the current folder, files for every job of text, and the models llama, bert, t5."""
     import torch  # noqa: PLC0415
@@ -86,6 +91,7 @@ def save_job_files(*models: str) -> None:
         "pairs": [{"prompt": "find", "completion": f" {text}"} for text in TEXTS],
         "summaries": [{"document": text, "summary": text.split()[0]} for text in TEXTS],
         "ner": [{"tokens": t.split(), "tags": [len(w) % 3 for w in t.split()]} for t in TEXTS],
+        "conll": [{"tokens": t.split(), "tags": [*map(entity_tag, t.split())]} for t in TEXTS],
         "squad": [
             {
                 "question": "what?",
