@@ -1,6 +1,7 @@
 """What is wrong and what is slow on a GPU, found in one sitting of under eight minutes.
 
     python benchmarks/gpu.py [--minutes 8] [--only windows,memory] [--out FOLDER]
+                             [--commands README,Llama] [--peers "hand loop"]
     python benchmarks/gpu.py --dry-run
 
 GPT-2's 124M parameters, random tokens, windows of 1,024 and ragged documents, 256 samples a step
@@ -127,6 +128,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
     parser.add_argument("--out", type=Path, default=FOLDER / "gpu")
+    parser.add_argument("--commands", type=lambda text: text.split(","), default=[""])
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=[])
     parser.add_argument("--dry-run", action="store_true", help="a toy, on a CPU")
     arguments = parser.parse_args()
     ends_at = time.monotonic() + 60 * arguments.minutes - RESERVE_S
@@ -141,7 +144,12 @@ def main() -> None:
         device = torch.cuda.get_device_name() if scale.is_gpu else "CPU, a dry run"
         book = Book(arguments.out / "rows.jsonl", device)
         bench = Bench(
-            scale=scale, folder=Path(folder), logs=arguments.out.resolve(), ends_at=ends_at
+            scale=scale,
+            folder=Path(folder),
+            logs=arguments.out.resolve(),
+            ends_at=ends_at,
+            commands=tuple(arguments.commands),
+            peers=tuple(arguments.peers),
         )
         measure(bench, book, arguments.only)
     book.show()

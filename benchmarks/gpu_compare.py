@@ -86,6 +86,7 @@ class Comparison:
             self.failed[HAND] = reason_of(error)
             return
         kept = {HAND, "hf padded"} if self.kind == WINDOWS else {*self.peers}
+        kept &= {*self.bench.peers} or kept
         self.peers = {name: peer for name, peer in self.peers.items() if name in kept}
         self.failed |= {name: why for name, why in missing.items() if self.kind == RAGGED}
 

@@ -230,12 +230,16 @@ class Bench:
         folder: for data and runs, deleted in the end.
         logs: for what stays.
         ends_at: when the time is up, by `time.monotonic`.
+        commands: parts of the names of those that are run.
+        peers: names of the trainers beside ours; all, if none.
     """
 
     scale: Scale
     folder: Path
     logs: Path
     ends_at: float
+    commands: tuple[str, ...] = ("",)
+    peers: tuple[str, ...] = ()
     _numbers: Any = field(default_factory=itertools.count)
 
     @property
@@ -247,14 +251,16 @@ class Bench:
         """Write the overrides of a run on one kind of data; later ones win."""
         scale = self.scale
         data = {
-            WINDOWS: ["data=tokens", "data.dtype=uint16", f"data.max_length={scale.length}"],
-            RAGGED: [f"data._target_={__name__}.Documents"],
+            WINDOWS: [
+                *("data=tokens", "data.dtype=uint16", f"data.max_length={scale.length}"),
+                f"data.path={self.folder / 'tokens.bin'}",
+            ],
+            RAGGED: [f"data._target_={__name__}.Documents", f"data.path={self.folder}"],
         }[kind]
         typed = [
             "model=gpt2",
             *(f"model.{name}={value}" for name, value in scale.shape.items()),
             *data,
-            f"data.path={self.folder}",
             f"device={scale.device}",
             "precision=bf16",
             f"batch.global={scale.few}",

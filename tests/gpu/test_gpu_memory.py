@@ -68,7 +68,7 @@ def test_segments_may_grow_where_nobody_says_otherwise(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(CHECKOUT)},
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), *sys.path])},
         capture_output=True,
         text=True,
         check=True,
