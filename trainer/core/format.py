@@ -33,7 +33,7 @@ def plural(count: float, noun: str) -> str:
     """Write a count with its noun: `1 rank`, `11 micro-batches`."""
     if count == 1:
         return f"{number(count)} {noun}"
-    ending = "es" if noun.endswith(("batch", "process")) else "s"
+    ending = "es" if noun.endswith(("batch", "process", "class")) else "s"
     return f"{number(count)} {noun}{ending}"
 
 

@@ -35,9 +35,9 @@ def test_a_small_mean_of_an_evaluation_keeps_its_sign_and_size():
 
 
 def test_a_count_agrees_with_its_noun():
-    pairs = ((1, "rank"), (11, "micro-batch"), (8192, "sample"), (0, "step"))
+    pairs = ((1, "rank"), (11, "micro-batch"), (8192, "sample"), (0, "step"), (2, "class"))
     written = [format.plural(*pair) for pair in pairs]
-    assert written == ["1 rank", "11 micro-batches", "8,192 samples", "0 steps"]
+    assert written == ["1 rank", "11 micro-batches", "8,192 samples", "0 steps", "2 classes"]
 
 
 @given(st.text())
