@@ -77,9 +77,10 @@ def _not_given(key: str, metric: str, view: Mapping[str, Any]) -> Iterator[str]:
         return
     target = str(view["objective._target_"])
     given = metrics_of(target)
-    # Of a model's own objective all that is known is that it may be of classes.
+    # A model's own objective may be of classes, pairs with scores, or answers in a text; the first
+    # evaluation tells which.
     if target == AUTO_OBJECTIVE:
-        given = ("accuracy",)
+        given = ("accuracy", "pearson", "exact_match")
     for each in view:
         section, is_set, rest = each.partition(f"{EVAL_SETS}.")
         if is_set and not section:

@@ -33,7 +33,7 @@ def plural(count: float, noun: str) -> str:
     """Write a count with its noun: `1 rank`, `11 micro-batches`."""
     if count == 1:
         return f"{number(count)} {noun}"
-    ending = "es" if noun.endswith(("batch", "process")) else "s"
+    ending = "es" if noun.endswith(("batch", "process", "class")) else "s"
     return f"{number(count)} {noun}{ending}"
 
 
@@ -167,7 +167,12 @@ METRIC_TITLES = "metric_titles"
 
 def figure_texts(means: Mapping[str, float], titles: Mapping[str, str]) -> list[str]:
     """Write the figures of an evaluation; `titles` take the place of some names."""
-    return [f"{titles.get(name, name)} {mean:.4f}" for name, mean in means.items()]
+    texts = list[str]()
+    for name, mean in means.items():
+        # Four decimals would hide the sign and size of a small margin.
+        is_small = 0 < abs(mean) < 1e-3  # noqa: PLR2004
+        texts.append(f"{titles.get(name, name)} {mean:{'.3e' if is_small else '.4f'}}")
+    return texts
 
 
 def named_means(means: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

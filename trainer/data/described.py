@@ -30,7 +30,7 @@ def data_rows(
     counts = {OWN_PART: 0, **{part: len(view) for part, view in held_out.items()}}
     names = train.facts.label_names or ()
     num_classes = train.facts.num_classes or len(names)
-    kind = {"flags": "labels", "numbers": "numbers"}.get(str(train.facts.label_kind), "classes")
+    kind = {"flags": "label", "numbers": "number"}.get(str(train.facts.label_kind), "class")
     shares = list[str]()
     for part, count in counts.items():
         shares.append(f"{number(count)} {f'in {part}' if part else 'held out'}")
@@ -39,7 +39,7 @@ def data_rows(
         facts.noun == "token" and f"{short(num_tokens)} tokens",
         cut and f"{short(cut)} more are left out",
         *shares,
-        num_classes and f"{number(num_classes)} {kind}",
+        num_classes and plural(num_classes, kind),
     )
     counted = row(
         "data",

@@ -149,11 +149,13 @@ def test_the_step_is_that_of_a_plain_loop_over_the_whole_batch(case, capfd):
         assert error(each, gradient) > WRONG
 
 
-def test_other_data_of_a_run_have_its_scale(capfd):
+def test_other_data_of_a_run_have_its_scale_and_may_choose_its_best_checkpoint(capfd):
     save(SCORED, num_layers=1)
     halves = [{**each, "score": float(each["score"]) / 5} for each in SCORED]
     write_lines(Path("other.jsonl"), halves)
-    line = f"{LINE} data.holdout=0 objective=cosine 'eval.sets={{other:{{path:other.jsonl}}}}'"
+    line = f"{LINE} data.holdout=0 'eval.sets={{other:{{path:other.jsonl}}}}'"
+    # The objective follows from the data, and so do its metrics.
+    line += " checkpoint.best=eval_other_pearson"
     run = go(line)
     write_lines(Path("pairs.jsonl"), halves)
     capfd.readouterr()

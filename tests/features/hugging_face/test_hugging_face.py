@@ -9,6 +9,7 @@ import pytest
 
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError, TrainError
+from trainer.core.rows import RunFacts
 from trainer.features.hugging_face.data_set import HuggingFaceData
 from trainer.features.hugging_face.records import find_records
 from trainer.features.hugging_face.tokenizers import byte_tokenizer
@@ -274,6 +275,8 @@ def test_labels_are_numbers_words_or_real(tmp_path, words):
     ids, types = [*ids_of("a"), FIRST["b"], END], [0, 0, 0, 1, 1]
     assert listed(data) == [{"input_ids": ids, "token_type_ids": types, "labels": 0}]
     assert (data.facts().num_classes, data.facts().label_names) == (1, ["2"])
+    shown = data.describe(RunFacts(total_steps=0, world_size=1, noun="token"))[-1].text
+    assert shown == "0 2: 1, one class alone, so every loss is 0 and nothing is learned"
     real = [{"text": "a", "label": 0.5}, {"text": "b", "label": 1}]
     data = opened(tmp_path, real, words, task)
     assert (labels_of(data), data.facts().num_classes) == ([0.5, 1.0], 1)

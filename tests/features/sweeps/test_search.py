@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.lib.nightly import nightly, slow
 from tests.lib.processes import Command
 from tests.lib.run_support import TOYS, read_json, shell
 from trainer.cli.overrides import read_override
-from trainer.features.sweeps.search import _distribution, open_study
+from trainer.features.sweeps.search import Search, _distribution, open_study
 
 SEARCH = f"-m {OWN_RUN.replace('steps=2', 'steps=4')} eval.every=1 hydra/sweeper=optuna"
 # With this seed jobs have the rates in turn; the larger one makes the loss worse with each step.
@@ -101,6 +102,28 @@ def test_a_search_that_was_ended_goes_on_with_the_job_that_it_was_at(number):
     assert [each.params for each in after[:2]] == [each.params for each in before]
     assert (journal.parent / "0" / "result.json").read_bytes() == first
     assert [row["step"] for row in rows_of_last()] == ["60"] * 3
+
+
+def test_jobs_that_begin_at_once_have_other_values(tmp_path):
+    settings = {"_target_": "optuna.samplers.RandomSampler", "seed": None}
+    search = Search(
+        folder=tmp_path,
+        storage=str(tmp_path / "study.log"),
+        study="at_once",
+        metric="eval_loss",
+        mode="min",
+        typed=["a=interval(0,1)"],
+        sampler=settings,
+        pruner=None,
+        seed=0,
+        num_trials=3,
+    )
+    # A job that has its values, and has not yet written to which sweep it belongs
+    open_study(search.storage, search.study).ask()
+    drawn = {search.take(0).params["a"], search.take(1).params["a"]}
+    alone = replace(search, study="one by one")
+    assert drawn == {alone.take(0).params["a"], alone.take(1).params["a"]}, "by their number alone"
+    assert len(drawn) == 2
 
 
 def test_what_is_typed_is_drawn_from_as_its_words_say():

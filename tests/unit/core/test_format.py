@@ -28,10 +28,16 @@ def test_a_person_can_read_it():
             assert write(None if value == "None" else float(value)) == shown, (write, value)
 
 
+def test_a_small_mean_of_an_evaluation_keeps_its_sign_and_size():
+    means = {"loss": 0.6932, "margin": -2.1864e-5, "accuracy": 0.0, "f1": float("nan")}
+    written = ["held out 0.6932", "margin -2.186e-05", "accuracy 0.0000", "f1 nan"]
+    assert format.figure_texts(means, {"loss": "held out"}) == written
+
+
 def test_a_count_agrees_with_its_noun():
-    pairs = ((1, "rank"), (11, "micro-batch"), (8192, "sample"), (0, "step"))
+    pairs = ((1, "rank"), (11, "micro-batch"), (8192, "sample"), (0, "step"), (2, "class"))
     written = [format.plural(*pair) for pair in pairs]
-    assert written == ["1 rank", "11 micro-batches", "8,192 samples", "0 steps"]
+    assert written == ["1 rank", "11 micro-batches", "8,192 samples", "0 steps", "2 classes"]
 
 
 @given(st.text())

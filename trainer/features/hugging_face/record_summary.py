@@ -103,5 +103,7 @@ def classes_row(index: Index, records: IntArray) -> Row:
         shown.append(f"{called}: {counts[i]:,}")
     if len(shown) > MOST_CLASSES:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
+    if kind == "classes" and len(counts) == 1:
+        shown.append("one class alone, so every loss is 0 and nothing is learned")
     label = "labels" if kind == "flags" else kind
     return row(label, join_parts(*shown), group="asked", class_counts=counts, label_kind=kind)

@@ -141,7 +141,9 @@ class Search:
                 return trial
         # Each process makes a sampler, which with one seed would draw the same for every job.
         if settings.get("seed", 0) is None:
-            others = sum(each.user_attrs.get(_SWEEP) != str(self.folder) for each in trials)
+            # One without a folder may be of a job of this sweep that asks just now.
+            folders = [each.user_attrs.get(_SWEEP, str(self.folder)) for each in trials]
+            others = sum(folder != str(self.folder) for folder in folders)
             settings["seed"] = (self.seed + others + job) % 2**32
         study.sampler = _made("sampler", settings)
         with warnings.catch_warnings():
