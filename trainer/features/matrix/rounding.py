@@ -29,14 +29,13 @@ FACTOR = 4
 
 def bound_of_rounding(own: Reference, word: str) -> float:
     """Bound the relative error of a gradient, in the 2-norm, under a word of `precision`."""
-    roundoff = ROUNDOFF[word]
-    rounded = replace(own.case, change=partial(round_modules, roundoff=roundoff))
-    error = relative_distance(rounded.gradient(own.pieces), own.expected)
     # Products are added up in fp32, with an error of the root of as many terms (Higham and Mary
     # 2019, SIAM J. Sci. Comput. 41(5), theorem 2.4).
     sizes = [max(each.shape, default=1) for each in own.case.module.parameters()]
     terms = max(*sizes, sum(each.num_positions for each in own.pieces))
-    return FACTOR * max(error, roundoff) * (1 + math.sqrt(terms) * ROUNDOFF["fp32"] / roundoff)
+    roundoff = ROUNDOFF[word] + math.sqrt(terms) * ROUNDOFF["fp32"]
+    case = replace(own.case, change=partial(round_modules, roundoff=roundoff))
+    return FACTOR * max(relative_distance(case.gradient(own.pieces), own.expected), roundoff)
 
 
 def round_modules(module: nn.Module, roundoff: float) -> None:
@@ -53,10 +52,10 @@ def round_modules(module: nn.Module, roundoff: float) -> None:
 
 
 def rounded(values: Tensor, roundoff: float) -> Tensor:
-    """Round to fewer bits, which splits off those that are left over (Dekker 1971)."""
+    """Round to as few bits as err by a roundoff, by splitting off the others (Dekker 1971)."""
     if not values.is_floating_point():
         return values
-    wide = values * (2 * roundoff / torch.finfo(values.dtype).eps + 1)
+    wide = values * (2 ** round(math.log2(2 * roundoff / torch.finfo(values.dtype).eps)) + 1)
     return torch.where(wide.isfinite(), wide - (wide - values), values)
 
 
