@@ -84,14 +84,9 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
 
 def _codes(sweep: Sweep) -> list[int]:
     """Read the exit code of every job, whichever process was to run it."""
-    folders, codes = table.folders_of(sweep.folder), list[int]()
-    for number in range(len(sweep.jobs) or max(folders, default=-1) + 1):
-        # 1 of a job that did not end, or never began
-        code = 1
-        if (folder := folders.get(number)) is not None:
-            code = RunFolder(folder).record(RunFolder.END).get("exit_code", 1)
-        codes.append(code)
-    return codes
+    folders, _ = table.folders_and_words(sweep.folder, [{} for _ in sweep.jobs])
+    # 1 of a job that did not end, or never began
+    return [RunFolder(each).record(RunFolder.END).get("exit_code", 1) for each in folders]
 
 
 def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN401 - Hydra's own class

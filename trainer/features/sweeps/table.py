@@ -11,7 +11,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,23 +33,13 @@ if TYPE_CHECKING:
 _TITLES = {"tokens_per_second": "tokens/s"}
 
 
-def folders_of(sweep: Path) -> dict[int, Path]:
-    """Find the folders of a sweep's jobs, by number."""
-    found = dict[int, Path]()
-    for records in sweep.glob(f"*/{RunFolder.HYDRA}"):
-        # A folder may be called by more than the number, as `hydra.sweep.subdir` says.
-        if number := re.match(r"\d+", records.parent.name):
-            found[int(number[0])] = records.parent
-    return found
-
-
 def report(sweep: Sweep, console: Console) -> None:
     """Show the table of a sweep, best job first, and write `sweep.csv` and `sweep.png`.
 
     Where the sweep has no folder yet, nothing is written.
     """
     planned = [*map(by_key, sweep.jobs)]
-    folders, typed = _folders_and_words(sweep.folder, planned)
+    folders, typed = folders_and_words(sweep.folder, planned)
     # The keys that differ between jobs, in the order they were typed. A job that ran has recorded
     # its paths in full, so jobs are compared as they were planned, but where a search chose them.
     compared = planned or typed
@@ -82,22 +72,21 @@ def report(sweep: Sweep, console: Console) -> None:
         console.print(f"[dim]{', '.join(files)} in[/] {sweep.folder}", soft_wrap=True)
 
 
-def _folders_and_words(
+def folders_and_words(
     sweep: Path, planned: Sequence[dict[str, str]]
 ) -> tuple[list[Path], list[dict[str, str]]]:
     """Give the folder of each job, and its overrides: as they ran, else as they were planned."""
-    found = folders_of(sweep)
-    folders, typed = list[Path](), list[dict[str, str]]()
+    found = dict[int, Path]()
+    for records in sweep.glob(f"*/{RunFolder.HYDRA}"):
+        # A folder may be called by more than the number, as `hydra.sweep.subdir` says.
+        if number := re.match(r"\d+", records.parent.name):
+            found[int(number[0])] = records.parent
     # A search has no plan, so that only its folders tell how many jobs there were.
-    for number in range(max(len(planned), max(found, default=-1) + 1)):
-        folder = found.get(number, sweep / str(number))
-        lines = RunFolder(folder).typed()
-        folders.append(folder)
-        if lines or number >= len(planned):
-            typed.append(by_key(lines))
-        else:
-            typed.append(planned[number])
-    return folders, typed
+    numbers = range(max(len(planned), max(found, default=-1) + 1))
+    folders = [found.get(each, sweep / str(each)) for each in numbers]
+    typed = [by_key(RunFolder(folder).typed()) for folder in folders]
+    words = zip_longest(typed, planned, fillvalue={})
+    return folders, [{**(ran or plan)} for ran, plan in words]
 
 
 def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
