@@ -38,7 +38,7 @@ def kernel_axis(own: Reference) -> AxisFound:
     case = replace(own.case, change=nn.Module.eval)
     own = Reference(case, own.pieces, case.gradient(own.pieces))
     for name, choose, within in _kernels(own):
-        case = replace(own.case, change=lambda module, do=choose: do(module.eval()))
+        case = replace(own.case, change=partial(_evaluating, choose))
         try:
             with within():
                 gradient = case.gradient(own.pieces)
@@ -71,6 +71,10 @@ def _kernels(own: Reference) -> Iterator[tuple[str, Callable[[nn.Module], object
     if isinstance(objective, TokenEntropy) and has_layer and not objective.z_loss:
         yield "cross entropy at once", nn.Module.eval, partial(_chunked, False)
         yield "in chunks", nn.Module.eval, partial(_chunked, True)
+
+
+def _evaluating(choose: Callable[[nn.Module], object], module: nn.Module) -> None:
+    choose(module.eval())
 
 
 def precision_axis(context: StepContext, own: Reference) -> AxisFound:

@@ -44,8 +44,11 @@ def round_modules(module: nn.Module, roundoff: float) -> None:
         for parameter in module.parameters():
             parameter.copy_(rounded(parameter, roundoff))
 
+    def rounds(values: Tensor) -> Any:  # noqa: ANN401
+        return _Rounded.apply(values, roundoff)  # type: ignore[no-untyped-call] # untyped in torch
+
     def give(_module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401
-        return tree_map_only(Tensor, lambda each: _Rounded.apply(each, roundoff), output)
+        return tree_map_only(Tensor, rounds, output)
 
     for part in module.modules():
         part.register_forward_hook(give)
@@ -67,5 +70,5 @@ class _Rounded(torch.autograd.Function):
         return rounded(values, roundoff)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override] # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
         return rounded(gradient, ctx.roundoff), None

@@ -110,7 +110,7 @@ class HiddenMatrices(Optimizer):
                 part = torch.empty_like(shards[place], dtype=_wide(weight))
                 parts = None
                 if owner == rank:
-                    parts = [*_with_rows(updates[place], rows * size).split(rows)]
+                    parts = [*torch.split(_with_rows(updates[place], rows * size), rows)]
                 dist.scatter(part, parts, group=ranks, group_src=owner)
                 returned.append(part[: len(local_part(weight))])
         return returned
