@@ -85,8 +85,8 @@ def folders_and_words(
     numbers = range(max(len(planned), max(found, default=-1) + 1))
     folders = [found.get(each, sweep / str(each)) for each in numbers]
     typed = [by_key(RunFolder(folder).typed()) for folder in folders]
-    words = zip_longest(typed, planned, fillvalue={})
-    return folders, [{**(ran or plan)} for ran, plan in words]
+    both = zip_longest(typed, planned, fillvalue=dict[str, str]())
+    return folders, [ran or plan for ran, plan in both]
 
 
 def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
