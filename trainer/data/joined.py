@@ -71,6 +71,8 @@ class Joined(Dataset[Sample]):
             max_length=_largest([each.max_length for each in known]),
             label_names=first.label_names,
             decode=first.decode,
+            decode_answer=first.decode_answer,
+            answer_ends=first.answer_ends,
             prompt=first.prompt,
             name_of=self.name_of,
             describe_records=first.describe_records,

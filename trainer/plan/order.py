@@ -19,7 +19,7 @@ from trainer.core.stateful import Stateful
 from trainer.plan.batch_size import BatchSize, Position
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import LENGTHS_AT_ONCE, Lengths
-from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
+from trainer.plan.permutation import DRAWN_WHOLE, permutation_of
 
 FIRST_LOOK = 1024  # samples whose tokens are summed at first, where a step counts tokens
 
@@ -107,7 +107,7 @@ class Order:
         # Gives the samples at places of the run, in place of permutations
         self.drawn: Callable[[IntArray], IntArray] | None = None
         # The epoch that is open: its number, and its permutation, drawn or not.
-        self._epoch: tuple[int, IntArray | Bijection] | None = None
+        self._epoch: tuple[int, Callable[[IntArray], IntArray]] | None = None
         if not self.keeps_tail:
             total = num_samples
             if self._lengths is not None:
@@ -259,12 +259,8 @@ class Order:
             return self.drawn(number * self.num_samples + np.arange(start, stop))
         if self._epoch is None or self._epoch[0] != number:
             key = f"{self.seed}\x1f{number}"
-            make = drawn_whole if self.num_samples <= DRAWN_WHOLE else Bijection
-            self._epoch = number, make(self.num_samples, key)
-        permutation = self._epoch[1]
-        if isinstance(permutation, Bijection):
-            return permutation(np.arange(start, stop))
-        return permutation[start:stop].copy()
+            self._epoch = number, permutation_of(self.num_samples, key)
+        return self._epoch[1](np.arange(start, stop))
 
     def _end_of_batch(self, cursor: Cursor, size: int) -> tuple[int, bool]:
         """Find where the batch of a size ends, and whether the epoch cuts it short."""

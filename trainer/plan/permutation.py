@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -64,6 +65,13 @@ def drawn_whole(count: int, key: str) -> IntArray:
     digest = hashlib.blake2b(key.encode(), digest_size=16, person=b"order")
     stream = np.random.Philox(key=int.from_bytes(digest.digest(), "little"))
     return np.argsort(stream.random_raw(count), kind="stable")
+
+
+def permutation_of(count: int, key: str) -> Callable[[IntArray], IntArray]:
+    """Give what says where each of some numbers of `range(count)` goes."""
+    if count > DRAWN_WHOLE:
+        return Bijection(count, key)
+    return drawn_whole(count, key).take
 
 
 def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

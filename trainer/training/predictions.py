@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -20,6 +21,7 @@ from trainer.plan.partition import pad_lengths
 from trainer.training.data import HeldOut
 from trainer.training.evaluation import forward_passes
 
+Line = dict[str, Any]
 EXCHANGED_AT_ONCE = 1024  # samples between two exchanges of what the ranks found
 
 
@@ -29,7 +31,7 @@ def predict(
     part: HeldOut,
     world: World,
     was_asked: Callable[[], bool] = lambda: False,
-) -> list[dict[str, Any]]:
+) -> list[Line]:
     """Give the lines of predictions.jsonl for what is held out, in the order of ids. Collective.
 
     A sample is computed alone, so that its figures are the same for every cut and number of ranks.
@@ -40,14 +42,28 @@ def predict(
     coupling, kind = objective.coupling, type(objective).__name__
     if coupling.kind != "none" and not tells_by_rows(objective):
         raise ConfigError(f"eval.predictions=true: {kind} gives no sample a loss: {coupling.why}")
-    found: list[dict[str, Any]] = []
+
+    def lines_of(places: IntArray) -> list[Line]:
+        return [*_lines(model, objective, part, places[world.rank :: world.size], world)]
+
+    return lines_of_all(part, world, was_asked, lines_of)
+
+
+def lines_of_all(
+    part: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool],
+    lines_of: Callable[[IntArray], list[Line]],
+) -> list[Line]:
+    """Give the lines of all samples by their ids; `lines_of` gives a rank's own. Collective."""
+    found = list[Line]()
     for start in range(0, part.num_samples, EXCHANGED_AT_ONCE):
-        own = part.chosen(start, start + EXCHANGED_AT_ONCE)[world.rank :: world.size]
-        for each in world.collect([*_lines(model, objective, part, own, world)]):
+        places = part.chosen(start, start + EXCHANGED_AT_ONCE)
+        for each in world.on_all(partial(lines_of, places)):
             found += each
         if any(world.collect(was_asked())):
             raise Preempted("stopped during an evaluation")
-    return sorted(found, key=lambda line: line["id"])
+    return sorted(found, key=lambda line: int(line["id"]))
 
 
 def _lines(

@@ -331,8 +331,26 @@ class Case:
 
         Parameters that no micro-batch used are left out.
         """
-        # Small gradients would be zeros in fp16. A power of two rounds nothing.
-        scale = LossScale().value if self.precision == "fp16" else 1.0
+        # Small gradients would be zeros in fp16, and large ones infinite.
+        scale = LossScale(value=LossScale.value if self.precision == "fp16" else 1.0)
+        while True:
+            found = self._scaled_gradient(
+                micro_batches, kind, strategy, scale.value, with_buffers=with_buffers
+            )
+            is_finite = scale.value == 1.0 or all(bool(g.isfinite().all()) for g in found.values())
+            if is_finite or not scale.shrink():
+                return found
+
+    def _scaled_gradient(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kind: WeightUnit | None,
+        strategy: GradientStrategy | None,
+        scale: float,
+        *,
+        with_buffers: bool,
+    ) -> Gradient:
+        """Compute a gradient through a loss times a scale, a power of two, which rounds nothing."""
         with self.running() as run:
             context, module = run.context, run.module
             cast = [run.cast(m) for m in micro_batches or self.batch.micro_batches]

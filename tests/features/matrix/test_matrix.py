@@ -1,6 +1,7 @@
 """The table of `train verify matrix=true`, and what is named where an execution is another step."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from trainer.config.run_config import from_text, to_text
 from trainer.core.declared_state import EarlierState
 from trainer.core.world import World
 from trainer.features.matrix.axes import compare_axes
+from trainer.features.matrix.compared import Reference, relative_distance
 from trainer.features.matrix.matrix import AxisFound
-from trainer.features.matrix.rounding import rounding_bound
+from trainer.features.matrix.rounding import ROUNDOFF, bound_of_rounding, rounded
 from trainer.parallel.base import Replicated
 from trainer.plan.cuts import Fixed
+from trainer.verify.case import Case, copied
 from trainer.verify.reduced import ReducedError, compare_reduced
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler
@@ -165,7 +168,25 @@ def test_a_batch_norm_differs_over_ranks_and_is_named(ranks):
             assert [name for name, _ in found.culprits] == ["norm"] * (not found.is_exact)
 
 
-def test_a_bound_grows_with_the_depth_and_with_the_roundoff():
-    assert rounding_bound("fp32", 10, 100) == pytest.approx(2.35e-5, rel=0.02)
-    assert rounding_bound("bf16", 40, 100) == pytest.approx(2 * rounding_bound("bf16", 10, 100))
-    assert rounding_bound("fp32", 99, 999) < rounding_bound("fp16", 9, 9) < 0.2
+def test_a_bound_follows_from_what_the_gradient_makes_of_values_that_are_rounded():
+    values = torch.randn(999).double()
+    for word, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
+        assert torch.equal(rounded(values, ROUNDOFF[word]), values.to(dtype).double())
+    bench = Bench(Fixed(micro=3))
+    case = Case(
+        context=bench.context, dtype=torch.float64, batch=bench.feed.next(), feed=bench.feed
+    )
+    own = Reference.of(case)
+    single, half, brain = (bound_of_rounding(own, word) for word in ("fp32", "fp16", "bf16"))
+    assert 2**-24 < single < 2**-16
+    assert 2**-11 < half < brain < 0.5
+
+
+def test_a_gradient_in_fp16_is_scaled_by_less_where_it_would_be_infinite():
+    bench = Bench(Fixed(micro=3), torch.float32)
+    with torch.no_grad():
+        bench.context.model.module.head.weight *= 40
+    context, batch = copied(bench.context, torch.float64), bench.feed.next()
+    case = Case(context=context, dtype=torch.float64, batch=batch, feed=bench.feed)
+    half = replace(case, context=copied(bench.context, None), dtype=None, precision="fp16")
+    assert relative_distance(half.gradient(), case.gradient()) < 0.01

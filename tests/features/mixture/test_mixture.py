@@ -44,7 +44,7 @@ def test_what_is_left_goes_to_the_largest_remainders():
 class Rows:
     """Samples that hold their number; one of them is torn."""
 
-    draws_randomness = False
+    draws_randomness, answer_ends = False, (7,)
 
     def __init__(self, first: int, count: int) -> None:
         self.first, self.lengths = first, np.arange(count) % 5 + 1
@@ -67,6 +67,11 @@ def mixed(stopping: str = "first_exhausted", weight: float = 1) -> dict[str, Mix
         )
         sources[name] = MixtureSource(train=train, held_out=held_out, weight=own)
     return Mixture(sources, stopping).splits()
+
+
+def test_answers_of_a_mixture_end_where_those_of_its_sources_do():
+    for part in mixed().values():
+        assert part.facts().answer_ends == (7,)
 
 
 def numbers(part: MixturePart) -> list[int]:

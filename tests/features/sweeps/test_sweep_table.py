@@ -53,14 +53,12 @@ def test_jobs_that_were_evaluated_on_other_samples_are_said_not_to_compare(tmp_p
     assert [*_notes(rows, "loss")] == []
 
 
-def test_a_metric_that_was_no_number_is_said_to_be_none_and_not_to_be_missing(tmp_path):
+def test_a_metric_that_no_job_has_is_named_with_those_that_there_are(tmp_path):
     (tmp_path / "result.json").write_text('{"eval_loss": null, "metrics": {"accuracy": null}}')
     row = {**ROWS[0], "rank": None, "reason": None, "folder": tmp_path}
-    for metric in ("eval_loss", "eval_accuracy"):
-        (note,) = _notes([row], metric)
-        assert note.startswith(f"sweep.metric={metric}: it was no number in any job")
     (note,) = _notes([row], "eval_f1")
-    assert note.startswith("sweep.metric=eval_f1: no job has it; evaluations gave eval_accuracy, ")
+    text = "no job has a number for it; evaluations gave eval_accuracy, eval_loss, eval_f1_macro, "
+    assert note == f"sweep.metric=eval_f1: {text}eval_top_2"
 
 
 def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(

@@ -83,10 +83,9 @@ class Contrastive(CoupledObjective):
             )
         output = embed(model, fields)
         sides = embeddings_of(output)
-        query, document = (F.normalize(at_least_single(side), dim=-1) for side in sides)
-        rows = {"query": query, "document": document}
+        rows = {"query": unit(sides[0]), "document": unit(sides[1])}
         if isinstance(negatives := output_part(output, NEGATIVES), Tensor):
-            rows[NEGATIVES] = F.normalize(at_least_single(negatives), dim=-1)
+            rows[NEGATIVES] = unit(negatives)
         for name in (SCALE, BIAS):
             value = output_part(output, name)
             # A root's own parameters are there after its forward, sharded or not.
@@ -166,20 +165,19 @@ class Contrastive(CoupledObjective):
 
 def embeddings_by_name(output: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401 - as below
     """Give the embedding of each sample as a prediction; of two sides both by name."""
-    sides = dict[str, list[list[float]]]()
-    for name in chain.from_iterable(SIDES):
-        side = output_part(output, name)
-        if isinstance(side, Tensor):
-            sides[name] = F.normalize(at_least_single(side), dim=-1).tolist()
+    parts = {name: output_part(output, name) for name in chain.from_iterable(SIDES)}
+    sides = {name: unit(each).tolist() for name, each in parts.items() if isinstance(each, Tensor)}
     if not sides:
         embeddings_of(output)  # which says what it takes
-    found = list[dict[str, Any]]()
-    for embeddings in zip(*sides.values(), strict=True):
-        prediction: Any = dict(zip(sides, embeddings, strict=True))
-        if len(sides) == 1:
-            (prediction,) = embeddings
-        found.append({"prediction": prediction})
-    return found
+    if len(sides) == 1:
+        return [{"prediction": embedding} for embedding in chain(*sides.values())]
+    rows = zip(*sides.values(), strict=True)
+    return [{"prediction": dict(zip(sides, row, strict=True))} for row in rows]
+
+
+def unit(embeddings: Tensor) -> Tensor:
+    """Bring embeddings, `(..., width)`, to length 1, in fp32 at least."""
+    return F.normalize(at_least_single(embeddings), dim=-1)
 
 
 def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - models return what they like

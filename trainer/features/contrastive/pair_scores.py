@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,9 +15,9 @@ from trainer.config.components import Positive
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.features.contrastive.contrastive import embeddings_by_name, embeddings_of
+from trainer.features.contrastive.contrastive import embeddings_by_name, embeddings_of, unit
 from trainer.features.contrastive.text_pairs import embed
-from trainer.objectives.base import ModelCall, Sums, at_least_single
+from trainer.objectives.base import ModelCall, Sums
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.text_output import TextOutput
 
@@ -119,8 +118,7 @@ class CosineSimilarity(PairScores):
 
 def _cosines(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
     """Give the cosine of the two embeddings of each sample, `(samples,)`, in fp32 at least."""
-    normalize = partial(F.normalize, dim=-1)
-    query, document = (normalize(at_least_single(side)) for side in embeddings_of(output))
+    query, document = map(unit, embeddings_of(output))
     return (query * document).sum(-1)
 
 

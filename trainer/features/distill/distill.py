@@ -81,8 +81,8 @@ class Distill(Objective):
                 "type objective.labels=token_classify, or next_token, which shifts them"
             )
         count = self._of_labels(fields).weights(fields)["accuracy"]
-        names = ("distillation", "cross_entropy", "accuracy")
-        return {name: count for name in names if name != "cross_entropy" or self.alpha < 1}
+        names = ["distillation", "accuracy"] + ["cross_entropy"] * (self.alpha < 1)
+        return dict.fromkeys(names, count)
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Run both models on the same fields, and sum over labels, in float32 at least."""

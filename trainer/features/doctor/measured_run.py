@@ -89,9 +89,6 @@ class MeasuredRun(Feature):
 
 def shares_of(runs: Sequence[history.PastRun], name: str) -> list[float]:
     """Give what runs took over what was predicted, of `bytes` or `seconds`, least to most."""
-    found = list[float]()
-    for run in runs:
-        predicted, measured = (getattr(run, f"{kind}_{name}") for kind in ("predicted", "measured"))
-        if predicted and measured:
-            found.append(round(measured / predicted, 3))
-    return sorted(found)
+    names = (f"measured_{name}", f"predicted_{name}")
+    pairs = [[getattr(run, name) for name in names] for run in runs]
+    return sorted(round(took / said, 3) for took, said in pairs if took and said)

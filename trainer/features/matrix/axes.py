@@ -15,7 +15,7 @@ from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory, release_memory
 from trainer.core.run_folder import RunFolder
-from trainer.features.matrix.compared import NotThere, Reference, proven_word
+from trainer.features.matrix.compared import Reference, proven_word
 from trainer.features.matrix.execution import compile_axis, packing_axis, recomputation_axis
 from trainer.features.matrix.matrix import AxisFound
 from trainer.features.matrix.numerics import kernel_axis, precision_axis
@@ -49,10 +49,10 @@ def compare_axes(
 def _tried(way: Callable[[], AxisFound]) -> AxisFound:
     try:
         return way()
-    except NotThere as reason:
-        text = str(reason)
+    except ConfigError as error:
+        text = str(error)
     except Exception as error:  # what is not made for it may raise anything
-        if isinstance(error, TrainError) and not isinstance(error, ConfigError):
+        if isinstance(error, TrainError):
             raise
         text = clip(f"{type(error).__name__}: {error}")
         if is_out_of_memory(error):
@@ -65,7 +65,7 @@ def _ranks(folder: Path) -> AxisFound:
     """Read what two ranks have found, in processes of their own."""
     path = folder / RunFolder.VERIFY
     if not path.exists():
-        raise NotThere("the model runs in neither float64 nor float32 there, or a launcher began")
+        raise ConfigError("a launcher began, or the model runs neither in float64 nor in float32")
     found = read_json(path)
     text = f"{found['global_batch']} samples over two ranks with one process, in one piece"
     return _reported(found, text)

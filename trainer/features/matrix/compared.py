@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Literal, final
 
 import numpy as np
 import torch
+from torch.nn.utils import get_total_norm
 
 from trainer.core.format import plural
 from trainer.core.micro_batch import MicroBatch
@@ -21,10 +21,6 @@ from trainer.verify.reduced import UNITS, as_step
 from trainer.verify.trace import record_trace
 
 Within = Callable[[], AbstractContextManager[object]]
-
-
-class NotThere(Exception):  # noqa: N818 - no error
-    """Why a way cannot be run here."""
 
 
 @final
@@ -52,43 +48,45 @@ class Reference:
     def judged(
         self, found: Gradient, what: str, changed: Case | None = None, within: Within = nullcontext
     ) -> AxisFound:
-        """Compare a gradient; where it is another, name the module whose output departs first."""
+        """Compare a gradient; where it is another, name the module at fault."""
         errors = self.case.errors(found, self.expected)
         module, reason = None, f"{self.samples}, {what}"
         if not errors.is_exact:
-            limit = 10 * errors.limit
-            module = changed and self.departing(changed, limit, within)
-            reason = f"its output differs {what}"
-            if module is None:
-                module, reason = owner_of_worst(errors), f"its gradient differs {what}"
+            module, reason = self.blamed(found, what, changed, 10 * errors.limit, within)
         return verdict_of(errors, self.case.limit_dtype, reason, module)
 
-    def departing(self, changed: Case, limit: float, within: Within) -> str | None:
-        """Name the first module whose forward ends with another output, innermost first."""
-        plain = record_trace(self.case, self.pieces[0])
-        with within():
-            other = record_trace(changed, self.pieces[0])
-        for key, call in plain.calls.items():
-            if key not in other.calls:
-                continue
-            theirs, ours = call.outputs.values, other.calls[key].outputs.values
-            shared = {path: ours[path] for path in theirs if path in ours}
-            if (
-                shared
-                and relative_distance(shared, {path: theirs[path] for path in shared}) > limit
-            ):
-                return key[0] or type(self.case.module).__name__
-        return None
+    def blamed(
+        self,
+        found: Gradient,
+        what: str,
+        changed: Case | None,
+        limit: float,
+        within: Within = nullcontext,
+    ) -> tuple[str, str]:
+        """Name the first module whose output differs by more than a limit, and say what differs.
+
+        Where no output does, or none is known, it is the module whose gradient differs most.
+        """
+        if changed is not None:
+            plain = record_trace(self.case, self.pieces[0])
+            with within():
+                other = record_trace(changed, self.pieces[0])
+            for key, call in plain.calls.items():
+                theirs = call.outputs.values
+                ours = other.calls[key].outputs.values if key in other.calls else {}
+                if relative_distance({**theirs, **ours}, theirs) > limit:
+                    return key[0] or type(self.case.module).__name__, f"its output differs: {what}"
+        errors = self.case.errors(found, self.expected)
+        return owner_of_worst(errors), f"its gradient differs: {what}"
 
 
 def relative_distance(found: Gradient, expected: Gradient) -> float:
     """Give the 2-norm of a difference, relative to that of what is expected."""
-    apart = whole = 0.0
+    apart = list[torch.Tensor]()
     for name, theirs in expected.items():
-        ours = found.get(name, torch.zeros_like(theirs))
-        apart += float((ours.double() - theirs.double()).square().sum())
-        whole += float(theirs.double().square().sum())
-    return math.sqrt(apart / whole) if whole else math.sqrt(apart)
+        apart.append(found.get(name, torch.zeros_like(theirs)).double() - theirs.double())
+    whole = float(get_total_norm(theirs.double() for theirs in expected.values()))
+    return float(get_total_norm(apart)) / (whole or 1.0)
 
 
 def proven_word(dtype: torch.dtype) -> Literal["exact", "to_rounding"]:

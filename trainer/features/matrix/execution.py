@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 from trainer.assemble.layout import unpackable
 from trainer.config.messages import clip
 from trainer.core.errors import ConfigError
-from trainer.features.matrix.compared import NotThere, Reference, owner_of_worst, verdict_of
+from trainer.features.matrix.compared import Reference, owner_of_worst, verdict_of
 from trainer.features.matrix.matrix import AxisFound
 from trainer.models.compilation import COMPILED_SHAPES, compile_model
 from trainer.models.recompute import can_recompute, checkpoint_blocks
@@ -29,12 +29,8 @@ def packing_axis(context: StepContext, own: Reference) -> AxisFound:
     case, loader, model = own.case, context.data.loader, context.model
     unfit, call = unpackable(model, loader, own.pieces[0].fields), model.bind(model.module)
     device, fault = context.world.device, partial(packing_fault, loader, model.module, call)
-    try:
-        precision = model.precision
-        packs(True, model.module, unfit=unfit, device=device, precision=precision, fault=fault)
-    except ConfigError as error:
-        text = str(error).removeprefix("accum.packed=true: ")
-        raise NotThere(text.removesuffix("; use accum.packed=false")) from error
+    precision = model.precision
+    packs(True, model.module, unfit=unfit, device=device, precision=precision, fault=fault)
     plan = case.batch.plan
     packed, padded = (
         replace(case, batch=replace(case.batch, plan=replace(plan, packed=is_packed)))
@@ -52,7 +48,7 @@ def packing_axis(context: StepContext, own: Reference) -> AxisFound:
 def recomputation_axis(context: StepContext, own: Reference) -> AxisFound:
     """Compute every block again in backward, where casts by hand to float32 are not undone."""
     if not can_recompute(own.case.module):
-        raise NotThere("the model has no list of blocks (nn.ModuleList) to recompute")
+        raise ConfigError("the model has no list of blocks (nn.ModuleList) to recompute")
     fault = ""
     for dtype in (own.case.dtype, torch.float32):
         case = replace(own.case, context=copied(context, dtype), dtype=dtype)
@@ -74,7 +70,7 @@ def recomputation_axis(context: StepContext, own: Reference) -> AxisFound:
 def compile_axis(own: Reference) -> AxisFound:
     """Compile one graph of the smallest shapes: of the two shortest samples."""
     if own.case.holds_draws:
-        raise NotThere("the model draws at random, by other numbers once it is compiled")
+        raise ConfigError("the model draws at random, by other numbers once it is compiled")
     case, lengths = own.case, own.case.batch.plan.lengths
     units = sorted(case.units(), key=lambda unit: int(lengths[unit].max()))[:2]
     pieces = as_step(case, [np.concatenate(units)])

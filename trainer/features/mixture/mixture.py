@@ -92,28 +92,22 @@ class Mixture:
     def splits(self) -> dict[str, MixturePart]:
         """Give what is trained on, with repeats, and what is held out, once."""
         train, held_out = dict[str, DataView](), dict[str, DataView]()
-        weights, left_out = dict[str, float](), dict[str, int]()
         for name, source in self._sources.items():
-            train[name], weights[name] = source.train, source.weight
-            left_out[name] = source.num_left_out
+            train[name] = source.train
             if source.held_out is not None:
                 held_out[name] = source.held_out
-        trained = MixturePart(
-            train, self.counts, weights, left_out, is_marked=True, schedule=self._schedule
-        )
-        return {TRAIN: trained, HELD_OUT: MixturePart(held_out, None, weights)}
+        trained = MixturePart(train, self.counts, self._sources, self._schedule, is_trained=True)
+        return {TRAIN: trained, HELD_OUT: MixturePart(held_out, None, self._sources)}
 
 
 def _stages_fault(
     stages: Mapping[int, Mapping[str, float]], sources: Mapping[str, Mapping[str, Any]]
 ) -> str | None:
     """Say what is wrong with weights by stages; None where they fit the sources."""
-    begins, drawn = [*stages], set[str]()
-    if begins[0] != 0:
-        return "the first stage has to begin at 0: {0: {...}, ...}"
+    drawn = set[str]()
+    if [*stages] != sorted({0, *stages}):
+        return "stages have to begin at 0, and stand in their order: {0: {...}, ...}"
     for begin, weights in stages.items():
-        if begin < begins[max(0, begins.index(begin) - 1)]:
-            return f"{begin} stands behind a later beginning; write stages in their order"
         for name, weight in weights.items():
             near = did_you_mean_name(name, sources)
             if name not in sources:
@@ -166,39 +160,35 @@ def counts_by_weight(
     """Give the samples of each source in an epoch; see `Mixture`."""
     total = sum(weights.values(), Fraction(0))
     epochs = [sizes[name] * total / weights[name] for name in sizes]
-    length = ceil(max(epochs))
-    if stopping == "first_exhausted":
-        length = floor(min(epochs))
-    return nearest_counts(length, {name: weights[name] for name in sizes})
+    length = floor(min(epochs)) if stopping == "first_exhausted" else ceil(max(epochs))
+    return nearest_counts(length, weights)
 
 
 @final
 class MixturePart(Joined):
     """Samples of several sources, one source after the other.
 
-    Without `counts` every sample is taken once. `weights`, and the samples `left_out` as another
-    source holds them out, are for messages. Marked samples say their source, for its training loss.
+    Without `counts` every sample is taken once; the `sources` are for messages. Samples that are
+    trained on are marked by their source, for its loss.
     """
 
     def __init__(
         self,
         views: Mapping[str, DataView],
         counts: Counts | None,
-        weights: Mapping[str, float],
-        left_out: Mapping[str, int] | None = None,
-        *,
-        is_marked: bool = False,
+        sources: Mapping[str, MixtureSource],
         schedule: SourceSchedule | None = None,
+        *,
+        is_trained: bool = False,
     ) -> None:
         super().__init__(views, counts, keeps_ids=counts is None)
-        self._is_marked, self._schedule = is_marked, schedule
+        self._sources, self._schedule, self._is_trained = sources, schedule, is_trained
         self._weight_dims: int | None = None
         for view in views.values():
             with view.isolated_rng():
                 weight = view.read(0, seed=0, epoch=0).get(WEIGHT) if len(view) else None
             if weight is not None:
                 self._weight_dims = weight.dim()
-        self._weights, self._left_out = [weights[name] for name in views], left_out or {}
 
     def facts(self) -> DataFacts:
         """Add which sample is of which source."""
@@ -221,7 +211,7 @@ class MixturePart(Joined):
         if self._weight_dims is not None and WEIGHT not in fields:
             fields[WEIGHT] = torch.ones(shape[: self._weight_dims], dtype=torch.float32)
         # A mark for each token, or one where a sample has none
-        if self._is_marked:
+        if self._is_trained:
             source = self._place(i)[0]
             for place, name in enumerate(self._names):
                 fields[f"{SOURCE}{name}"] = torch.full(shape, place == source)
@@ -234,31 +224,30 @@ class MixturePart(Joined):
     def _describe(self, facts: RunFacts) -> Sequence[Row]:
         """Say how much of each source an epoch takes, and how often it repeats."""
         rows, record, total = list[Row](), dict[str, Any](), int(self._lengths().sum())
-        for source, name in enumerate(self._names):
-            view, count = self._views[source], self._counts[source]
-            tokens, repeats = int(self._lengths_of(source).sum()), count / len(view)
-            left_out = self._left_out.get(name, 0)
+        for place, name in enumerate(self._names):
+            view, count, source = self._views[place], self._counts[place], self._sources[name]
+            tokens, repeats = int(self._lengths_of(place).sum()), count / len(view)
             often = f"each {repeats:.2f} times an epoch"
             if repeats < 1:
                 often = f"the same {percent(repeats)} in every epoch"
-            of_epoch = f"weight {self._weights[source]:g}, {number(count)} of "
+            of_epoch = f"weight {source.weight:g}, {number(count)} of "
             if self._schedule is not None:
                 of_epoch, often = "", ""
             text = join_parts(
                 f"{name}: {of_epoch}{plural(len(view), 'sample')}",
                 often,
                 facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
-                left_out and f"{left_out:,} held out elsewhere",
+                source.num_left_out and f"{source.num_left_out:,} held out elsewhere",
             )
             inner = [each.text for each in view.facts.describe_records(facts)]
             rows += [row("", join_parts(text, *inner))]
             record[name] = {
-                "weight": self._weights[source],
+                "weight": source.weight,
                 "num_samples": count,
                 "num_available": len(view),
                 "num_tokens": tokens,
                 "repeats": repeats,
-                "num_left_out": left_out,
+                "num_left_out": source.num_left_out,
             }
         if self._schedule is not None:
             rows += self._schedule.rows(self._names)

@@ -5,7 +5,7 @@ Which sample stands at a place follows from the place, the sizes, the weights an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -17,7 +17,7 @@ import numpy as np
 from trainer.core.format import number, percent
 from trainer.core.rows import Row, row
 from trainer.plan.cut import IntArray
-from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
+from trainer.plan.permutation import permutation_of
 
 MOST_OF_BLOCK = 10**5
 """Samples of the longest block; weights of more digits than it holds are rounded to it."""
@@ -26,10 +26,8 @@ MOST_OF_BLOCK = 10**5
 def nearest_counts(length: int, weights: Mapping[str, Fraction]) -> dict[str, int]:
     """Part a number by weights, rounded by the largest remainder."""
     total = sum(weights.values(), Fraction(0))
-    exact, counts = dict[str, Fraction](), dict[str, int]()
-    for name, weight in weights.items():
-        exact[name] = length * weight / total
-        counts[name] = floor(exact[name])
+    exact = {name: length * weight / total for name, weight in weights.items()}
+    counts = {name: floor(share) for name, share in exact.items()}
     left = length - sum(counts.values())
     # Stable: of equal remainders the first source gets the sample.
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
@@ -94,7 +92,7 @@ class SourceSchedule:
             order = np.argsort((numbers + 0.5) / counts[sources], kind="stable")
             self.stages.append(MixtureStage(begin, before, counts, sources[order], numbers[order]))
         # Of each source, the number and the permutation of its pass over the data
-        self._passes = dict[int, tuple[int, IntArray | Bijection]]()
+        self._passes = dict[int, tuple[int, Callable[[IntArray], IntArray]]]()
 
     def __call__(self, seed: int, places: IntArray) -> IntArray:
         """Give the samples at some places, `(places,)`, in constant time for each."""
@@ -107,21 +105,14 @@ class SourceSchedule:
             ids = np.zeros_like(rest)
             for source, turn in np.unique(np.stack([sources, passes]), axis=1).T.tolist():
                 own = (sources == source) & (passes == turn)
-                ids[own] = self._firsts[source] + self._permuted(source, turn, seed, rest[own])
+                known, permutation = self._passes.get(source, (None, None))
+                if permutation is None or known != turn:
+                    key = f"{seed}\x1f{source}\x1f{turn}"
+                    permutation = permutation_of(int(self._sizes[source]), key)
+                    self._passes[source] = turn, permutation
+                ids[own] = self._firsts[source] + permutation(rest[own])
             found[mask] = ids
         return found
-
-    def _permuted(self, source: int, turn: int, seed: int, places: IntArray) -> IntArray:
-        """Give the samples at some places of a pass over a source."""
-        known = self._passes.get(source)
-        if known is None or known[0] != turn:
-            size = int(self._sizes[source])
-            make = drawn_whole if size <= DRAWN_WHOLE else Bijection
-            known = self._passes[source] = turn, make(size, f"{seed}\x1f{source}\x1f{turn}")
-        permutation = known[1]
-        if isinstance(permutation, Bijection):
-            return permutation(places)
-        return permutation[places]
 
     def rows(self, names: Sequence[str]) -> list[Row]:
         """Describe the stages: shares, and samples of each source up to the next."""

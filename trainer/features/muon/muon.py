@@ -58,25 +58,18 @@ class Muon(OptimizerSpec):
             if id(parameter) in fused:
                 setattr(parameter, FUSED, fused[id(parameter)])
         for group in groups:
-            halves: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-            for parameter in group["params"]:
-                halves[id(parameter) in hidden].append(parameter)
-            for is_hidden, members in halves.items():
-                # Both keep the group's rate and decay.
+            # Both parts keep the group's rate and decay.
+            for is_hidden, word in ((True, "matrices"), (False, "others")):
+                members = [each for each in group["params"] if (id(each) in hidden) == is_hidden]
+                own = {"name": f"{group['name']} {word}", "params": members, _USE_MUON: is_hidden}
                 if members:
-                    name = f"{group['name']} {'matrices' if is_hidden else 'others'}"
-                    own = {"name": name, "params": members, _USE_MUON: is_hidden}
                     parts.append(group | own)
         return parts
 
     def construct(self, params: SplitGroups) -> Optimizer:
         """See the base class."""
-        matrices, others = SplitGroups(), SplitGroups()
-        for group in params:
-            if group[_USE_MUON]:
-                matrices.append(group)
-            else:
-                others.append(group)
+        matrices = [group for group in params if group[_USE_MUON]]
+        others = [group for group in params if not group[_USE_MUON]]
         if not matrices:
             raise ConfigError("optimizer=muon: no hidden matrix is trained; type optimizer=adamw")
         names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
@@ -91,15 +84,12 @@ class Muon(OptimizerSpec):
     def rows(self, model: nn.Module) -> Sequence[Row]:
         """See the base class."""
         hidden, fused = _hidden_matrices(model), _fused_in(model)
-        names, shown, others, count = list[str](), dict[str, None](), list[str](), 0
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if id(parameter) not in hidden:
-                others.append(name)
-                continue
-            names.append(name)
-            count += parameter.numel()
+        trained = {n: each for n, each in model.named_parameters() if each.requires_grad}
+        names = [name for name, each in trained.items() if id(each) in hidden]
+        others = [name for name in trained if name not in names]
+        count, shown = sum(trained[name].numel() for name in names), dict[str, None]()
+        for name in names:
+            parameter = trained[name]
             # Weights of the same place in all blocks are listed once, as `blocks.*.mlp.up.weight`.
             text = re.sub(r"\b\d+\b", "*", name)
             if id(parameter) in fused and (parts := fused[id(parameter)].num_matrices) > 1:
@@ -143,12 +133,10 @@ def _fused_in(model: nn.Module) -> dict[int, FusedMatrix]:
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
     """Give the ids of matrices that are neither looked up, nor added, nor give the output."""
-    found = set[int]()
-    for _, parameter in own_parameters(model):
-        if parameter.ndim == 2 and not parameter.is_complex():  # noqa: PLR2004 - a matrix
-            found.add(id(parameter))
+    no_factors = [*output_matrices(model), *unmultiplied(model)]
     for part in model.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            found.difference_update(map(id, part.parameters()))
-    no_factors = map(id, [*output_matrices(model), *unmultiplied(model)])
-    return found.difference(no_factors)
+            no_factors += part.parameters()
+    own = (parameter for _, parameter in own_parameters(model))
+    matrices = {id(p) for p in own if p.ndim == 2 and not p.is_complex()}  # noqa: PLR2004
+    return matrices - {id(parameter) for parameter in no_factors}

@@ -233,15 +233,10 @@ class SweepTask:
 
     def _chosen(self, lines: Sequence[str]) -> str:
         """Give the overrides of a job that not all jobs have."""
-        common = set[str]()
-        for override in map(read_override, self.sweep.typed):
-            if not override.is_sweep_override():
-                common.add(dotted(override))
+        typed = map(read_override, self.sweep.typed)
+        common = {dotted(each) for each in typed if not each.is_sweep_override()}
         # A search may also choose what is not typed, but stands in its own settings.
-        own = list[str]()
-        for line in lines:
-            if dotted(read_override(line)) not in common:
-                own.append(line.lstrip("+"))
+        own = [line.lstrip("+") for line in lines if dotted(read_override(line)) not in common]
         return " ".join(own)
 
     def _run_once(

@@ -67,9 +67,7 @@ def settings_of(
     if slots is not None and "n_jobs" in hydra.launcher:
         found["hydra.launcher.n_jobs"] = slots.count
     if "n_jobs" in hydra.sweeper:
-        found["hydra.sweeper.n_jobs"] = 1
-        if slots is not None:
-            found["hydra.sweeper.n_jobs"] = slots.count
+        found["hydra.sweeper.n_jobs"] = 1 if slots is None else slots.count
     # submitit's default of none ends a job at its time limit; ours goes on where it was.
     if hydra.launcher.get("max_num_timeout") == 0:
         found["hydra.launcher.max_num_timeout"] = _REQUEUES

@@ -39,10 +39,8 @@ class OptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """See the base class; also a search that is stopped says what it found."""
         search: Search = self._task.sweep.search
-        jobs, common = search.begin(), list[str]()
-        for line in arguments:
-            if not read_override(line).is_sweep_override():
-                common.append(line)
+        jobs = search.begin()
+        common = [line for line in arguments if not read_override(line).is_sweep_override()]
         if not jobs:
             text = f"study {search.study} has its {search.num_trials} jobs"
             print_out(f"{text}; a larger hydra.sweeper.n_trials goes on\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
@@ -15,7 +14,7 @@ from hydra.utils import instantiate
 from trainer.assemble.features import Feature
 from trainer.config.run_config import RunConfig
 from trainer.core.format import figure_name
-from trainer.features.sweeps.search import PRUNED, TRIAL, live, open_study
+from trainer.features.sweeps.search import PRUNED, TRIAL, live, open_study, without_warnings
 from trainer.training.loop import OpenRun
 
 
@@ -42,15 +41,13 @@ class PrunedJob(Feature):
     def _ask(self, run: OpenRun) -> str | None:
         """Report the metric; say why the run is to end, if it is."""
         assert self.trial is not None
-        step, figures = run.progress.step, dict[str, float]()
-        for name, figure in run.progress.evaluation.items():
-            figures[figure_name(name)] = figure
+        step, evaluation = run.progress.step, run.progress.evaluation
+        figures = {figure_name(name): figure for name, figure in evaluation.items()}
         value = figures.get(self.trial["metric"])
         if value is None or not math.isfinite(value):
             return None
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with without_warnings():
                 given = self.trial["storage"], self.trial["study"]
                 pruner = instantiate(self.trial["pruner"])
                 study = open_study(*given, pruner=pruner)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import yaml
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
@@ -43,16 +44,22 @@ _SWEEP, _JOB, _LOST = "sweep", "job", "lost"
 _METRIC = "metric"  # of a study
 
 
-def open_study(storage: str, name: str, **settings: Any) -> Any:  # noqa: ANN401 - Optuna's classes
-    """Open a study, or begin it; the storage is a URL, or else the file of a journal."""
-    optuna = _optuna()
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence Optuna and the libraries that it uses: each job has its line already."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: Any = storage
-        if "://" not in storage:
-            backend = optuna.storages.journal.JournalFileBackend(storage)
-            found = optuna.storages.JournalStorage(backend)
-        return optuna.create_study(storage=found, study_name=name, load_if_exists=True, **settings)
+        yield
+
+
+@without_warnings()
+def open_study(storage: str, name: str, **settings: Any) -> Any:  # noqa: ANN401 - Optuna's classes
+    """Open a study, or begin it; the storage is a URL, or else the file of a journal."""
+    optuna, found = _optuna(), cast("Any", storage)
+    if "://" not in storage:
+        backend = optuna.storages.journal.JournalFileBackend(storage)
+        found = optuna.storages.JournalStorage(backend)
+    return optuna.create_study(storage=found, study_name=name, load_if_exists=True, **settings)
 
 
 @final
@@ -146,8 +153,7 @@ class Search:
             others = sum(folder != str(self.folder) for folder in folders)
             settings["seed"] = (self.seed + others + job) % 2**32
         study.sampler = _made("sampler", settings)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with without_warnings():
             new = study.ask(self._space())
         for name, value in own.items():
             new.set_user_attr(name, value)
@@ -158,23 +164,14 @@ class Search:
         found = list[str]()
         for line in self.typed:
             name, key = dotted(read_override(line)), line.partition("=")[0]
-            if name in trial.params:
-                found.append(f"{key}={trial.params[name]}")
-            else:
-                found.append(line)
+            found.append(f"{key}={trial.params[name]}" if name in trial.params else line)
         return found
 
     def variable(self, trial: Any) -> str:  # noqa: ANN401
         """Say to the processes of a job, in words, which trial theirs is."""
-        return json.dumps(
-            {
-                "storage": self.storage,
-                "study": self.study,
-                "trial": trial._trial_id,
-                "pruner": self.pruner,
-                "metric": self.metric,
-            }
-        )
+        names = ("storage", "study", "pruner", "metric")
+        own = {name: getattr(self, name) for name in names}
+        return json.dumps({"trial": trial._trial_id, **own})
 
     def tell(self, trial: Any, value: float | None) -> str | None:  # noqa: ANN401
         """Tell the study how a job ended; gives its state for the table, where it was pruned."""
@@ -218,20 +215,15 @@ class Search:
             raise ConfigError(clip(f"hydra.sweeper.storage={scheme}: {text}")) from error
 
     def _space(self) -> dict[str, Any]:
-        space = dict[str, Any]()
-        for override in map(read_override, self.typed):
-            if override.is_sweep_override():
-                space[dotted(override)] = _distribution(override)
-        return space
+        typed = map(read_override, self.typed)
+        return {dotted(each): _distribution(each) for each in typed if each.is_sweep_override()}
 
 
+@without_warnings()
 def _optuna() -> Any:  # noqa: ANN401
-    """Import Optuna, which is silent: each job has its line already."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the libraries that it uses
-            optuna = import_module("optuna")
-            import_module("optuna.storages.journal")
+        optuna = import_module("optuna")
+        import_module("optuna.storages.journal")
     except ImportError:
         remedy = "needs Optuna 4 or later; pip install '.[optuna]'"
         raise ConfigError(f"hydra/sweeper=optuna: {remedy}") from None
@@ -239,16 +231,14 @@ def _optuna() -> Any:  # noqa: ANN401
     return optuna
 
 
+@without_warnings()
 def _made(key: str, settings: Mapping[str, Any] | None) -> Any:  # noqa: ANN401
     """Make a sampler or pruner."""
     _optuna()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return instantiate(settings)
+        return instantiate(settings)
     except HydraException as error:
-        cause = error.__cause__ or error
-        text = " ".join(str(cause).split())
+        text = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(clip(f"hydra.sweeper.{key}: {text}")) from None
 
 

@@ -84,14 +84,9 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
 
 def _codes(sweep: Sweep) -> list[int]:
     """Read the exit code of every job, whichever process was to run it."""
-    folders, codes = table.folders_of(sweep.folder), list[int]()
-    for number in range(len(sweep.jobs) or max(folders, default=-1) + 1):
-        # 1 of a job that did not end, or never began
-        code = 1
-        if (folder := folders.get(number)) is not None:
-            code = RunFolder(folder).record(RunFolder.END).get("exit_code", 1)
-        codes.append(code)
-    return codes
+    folders, _ = table.folders_and_words(sweep.folder, [{} for _ in sweep.jobs])
+    # 1 of a job that did not end, or never began
+    return [RunFolder(each).record(RunFolder.END).get("exit_code", 1) for each in folders]
 
 
 def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN401 - Hydra's own class
@@ -188,10 +183,7 @@ def _in_settings(sweeper: DictConfig, typed: Sequence[str]) -> Iterator[str]:
 
 def _with_folder(typed: Sequence[str], folder: Path, *, goes_on: bool) -> list[str]:
     """Give the settings of Hydra that were typed, with a sweep's folder in place of a typed one."""
-    own = list[str]()
-    for each in typed:
-        if not each.startswith("hydra.sweep.dir="):
-            own.append(each)
+    own = [each for each in typed if not each.startswith("hydra.sweep.dir=")]
     # What a job began with stays; its records of going on are beside them.
     records = RunFolder.RESUMED if goes_on else RunFolder.HYDRA
     return [*own, f"hydra.sweep.dir={quote(folder)}", f"hydra.output_subdir={records}"]
@@ -231,19 +223,12 @@ def newest_sweep(outputs: Path, overrides: Sequence[str], file: str = GRID_FILE)
             begun = [str(line) for line in record["overrides"]["task"]]
             if record["runtime"]["cwd"] == here and _settings(begun) == wanted:
                 # A sweep is as old as its first job; one without a job is older than all.
-                starts = list[tuple[float, str]]()
-                for job in path.parent.iterdir():
-                    start = RunFolder(job).by_start()
-                    if start[0]:
-                        starts.append(start)
-                found[path.parent] = min(starts, default=(0.0, str(path)))
+                starts = [RunFolder(job).by_start() for job in path.parent.iterdir()]
+                begun_at = [start for start in starts if start[0]]
+                found[path.parent] = min(begun_at, default=(0.0, str(path)))
     return max(found, key=found.__getitem__, default=None)
 
 
 def _settings(lines: Iterable[str]) -> set[tuple[str, str]]:
-    found = set()
-    for override in parse(lines)[0]:
-        key = dotted(override)
-        if key.partition(".")[0] not in ONLY_TYPED:
-            found.add((key, right_side(override)))
-    return found
+    found = {(dotted(override), right_side(override)) for override in parse(lines)[0]}
+    return {(key, value) for key, value in found if key.partition(".")[0] not in ONLY_TYPED}

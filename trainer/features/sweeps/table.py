@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +24,7 @@ from trainer.config.metric_mode import is_comparable, rank, title_of
 from trainer.core.durable import write_file_atomic
 from trainer.core.format import figure_name, is_held_out
 from trainer.core.run_folder import RunFolder
-from trainer.report.journal import EVAL_SECONDS, stream
+from trainer.report.journal import EVAL_SECONDS, is_number, stream
 from trainer.report.views import views, write_views
 
 if TYPE_CHECKING:
@@ -34,29 +33,18 @@ if TYPE_CHECKING:
 _TITLES = {"tokens_per_second": "tokens/s"}
 
 
-def folders_of(sweep: Path) -> dict[int, Path]:
-    """Find the folders of a sweep's jobs, by number."""
-    found = dict[int, Path]()
-    for records in sweep.glob(f"*/{RunFolder.HYDRA}"):
-        # A folder may be called by more than the number, as `hydra.sweep.subdir` says.
-        if number := re.match(r"\d+", records.parent.name):
-            found[int(number[0])] = records.parent
-    return found
-
-
 def report(sweep: Sweep, console: Console) -> None:
     """Show the table of a sweep, best job first, and write `sweep.csv` and `sweep.png`.
 
     Where the sweep has no folder yet, nothing is written.
     """
     planned = [*map(by_key, sweep.jobs)]
-    folders, typed = _folders_and_words(sweep.folder, planned)
+    folders, typed = folders_and_words(sweep.folder, planned)
     # The keys that differ between jobs, in the order they were typed. A job that ran has recorded
     # its paths in full, so jobs are compared as they were planned, but where a search chose them.
-    compared, keys = planned or typed, list[str]()
-    for key in dict.fromkeys(chain(*compared)):
-        if len({each.get(key) for each in compared}) > 1:
-            keys.append(key)
+    compared = planned or typed
+    every = dict.fromkeys(chain(*compared))
+    keys = [key for key in every if len({each.get(key) for each in compared}) > 1]
     rows = list[dict[str, Any]]()
     for number, (each, folder) in enumerate(zip(typed, folders, strict=True)):
         values = {key: each.get(key, "") for key in keys}
@@ -84,62 +72,38 @@ def report(sweep: Sweep, console: Console) -> None:
         console.print(f"[dim]{', '.join(files)} in[/] {sweep.folder}", soft_wrap=True)
 
 
-def _folders_and_words(
+def folders_and_words(
     sweep: Path, planned: Sequence[dict[str, str]]
 ) -> tuple[list[Path], list[dict[str, str]]]:
     """Give the folder of each job, and its overrides: as they ran, else as they were planned."""
-    found = folders_of(sweep)
-    folders, typed = list[Path](), list[dict[str, str]]()
+    found = dict[int, Path]()
+    for records in sweep.glob(f"*/{RunFolder.HYDRA}"):
+        # A folder may be called by more than the number, as `hydra.sweep.subdir` says.
+        if number := re.match(r"\d+", records.parent.name):
+            found[int(number[0])] = records.parent
     # A search has no plan, so that only its folders tell how many jobs there were.
-    for number in range(max(len(planned), max(found, default=-1) + 1)):
-        folder = found.get(number, sweep / str(number))
-        lines = RunFolder(folder).typed()
-        folders.append(folder)
-        if lines or number >= len(planned):
-            typed.append(by_key(lines))
-        else:
-            typed.append(planned[number])
-    return folders, typed
+    numbers = range(max(len(planned), max(found, default=-1) + 1))
+    folders = [found.get(each, sweep / str(each)) for each in numbers]
+    typed = [by_key(RunFolder(folder).typed()) for folder in folders]
+    both = zip_longest(typed, planned, fillvalue=dict[str, str]())
+    return folders, [ran or plan for ran, plan in both]
 
 
 def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
     """Say why jobs did not complete, how to go on, and which metrics there are."""
-    runs, completed = list[RunFolder](), list[Mapping[str, Any]]()
     for row in rows:
         if row["reason"]:
             yield f"job {row['job']}: {row['reason']}"
-        if row["folder"]:
-            runs.append(RunFolder(row["folder"]))
-        if row["state"] == saved_runs.COMPLETED:
-            completed.append(row)
+    runs = [RunFolder(row["folder"]) for row in rows if row["folder"]]
+    completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
     if any(row["state"] in (saved_runs.PREEMPTED, "not started") for row in rows):
         yield "to go on with the sweep, type the same command with resume=auto"
     if not is_comparable(metric, runs):
         yield f"{metric} is of other held-out samples or tokens in some jobs: ranks do not compare"
     if completed and rows[0]["rank"] is None:
-        yield f"sweep.metric={metric}: {_why_unranked(completed[0], runs, metric)}"
-
-
-def _why_unranked(row: Mapping[str, Any], runs: Sequence[RunFolder], metric: str) -> str:
-    """Say why no job that completed has the metric; the row is of one of them."""
-    if any(_is_null(run, metric) for run in runs):
-        return "it was no number in any job, as when losses are not finite"
-    given = list[str]()
-    for name, value in row.items():
-        if "eval_" in name and value:
-            given.append(name)
-    return f"no job has it; evaluations gave {', '.join(given) or 'none'}"
-
-
-def _is_null(run: RunFolder, metric: str) -> bool:
-    """Whether a job was evaluated, and the metric was no number."""
-    result = run.record(RunFolder.RESULT)
-    figures = [result, result.get("metrics")]
-    for name in (metric, metric.removeprefix("eval_")):
-        for each in figures:
-            if isinstance(each, dict) and name in each and each[name] is None:
-                return True
-    return False
+        given = [name for name, value in completed[0].items() if "eval_" in name and value]
+        there = f"evaluations gave {', '.join(given) or 'no finite figure'}"
+        yield f"sweep.metric={metric}: no job has a number for it; {there}"
 
 
 def _ranked(rows: list[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:
@@ -174,10 +138,7 @@ def _print_table(
     rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console
 ) -> list[str]:
     """Print as many columns as fit, and return the titles of the others."""
-    columns = list[str]()
-    for name in rows[0]:
-        if name not in ("exit_code", "folder", "reason"):
-            columns.append(name)
+    columns = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
     wide, num_shown = console.options.update_width(10_000), len(columns)
     # In a file there is room for all.
     width: int | None = wide.max_width
@@ -202,12 +163,7 @@ def _table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str], keys: Sequen
         no_wrap = name not in keys
         table.add_column(title, justify=justify, overflow="fold", no_wrap=no_wrap, min_width=4)
     for row in rows:
-        cells = list[str]()
-        for name in shown:
-            if row[name] is None:
-                cells.append("-")
-            else:
-                cells.append(_short(row[name]))
+        cells = ["-" if row[name] is None else _short(row[name]) for name in shown]
         style = "bold green" if row["rank"] == 1 else ""
         table.add_row(*cells, style=style)
     return table
@@ -264,10 +220,7 @@ def last_figures(folder: Path) -> dict[str, Any]:
     # A file of a run is anybody's, so that its record may be no mapping.
     if not isinstance(metrics, dict):
         metrics = {}
-    named = dict[str, Any]()
-    for name, value in metrics.items():
-        if isinstance(value, int | float):
-            named[figure_name(name)] = value
+    named = {figure_name(name): value for name, value in metrics.items() if is_number(value)}
     figures = {**named, "step": run.status().get("step"), **result}
     names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
     return {name: figures.get(name) for name in names}
@@ -276,6 +229,4 @@ def last_figures(folder: Path) -> dict[str, Any]:
 def value_of(folder: Path, metric: str) -> float | None:
     """Read a metric of a job; None where it gave none, or no number."""
     value = last_figures(folder).get(metric)
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
+    return float(value) if is_number(value) else None

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
-from typing import Any, final
+from typing import final
 
-from trainer.core.errors import Preempted
 from trainer.core.micro_batch import IGNORED, Fields, to_device
 from trainer.core.out_of_memory import no_replay
 from trainer.core.world import World
@@ -26,11 +25,9 @@ from trainer.plan.cut import IntArray
 from trainer.plan.lengths import Lengths
 from trainer.training.data import HeldOut
 from trainer.training.evaluation import forward_passes
-from trainer.training.predictions import EXCHANGED_AT_ONCE
+from trainer.training.predictions import Line, lines_of_all
 
 TOKENS_AT_ONCE = 2048  # of samples that are written together: their number, times the longest
-
-PredictedLines = list[dict[str, Any]]
 
 
 @final
@@ -60,13 +57,8 @@ class AskedSample:
         # A pair of answers has two rows.
         if ids is None or ids.shape != labels.shape or ids.ndim != 2:  # noqa: PLR2004
             return None
-        learned = is_learned.tolist()
-        end = len(learned)
-        while end and not learned[end - 1]:
-            end -= 1
-        begin = end
-        while begin and learned[begin - 1]:
-            begin -= 1
+        end = max(is_learned.nonzero().flatten().tolist(), default=-1) + 1
+        begin = max((~is_learned[:end]).nonzero().flatten().tolist(), default=-1) + 1
         # Of a text all is learned, and nothing is asked.
         if not begin:
             return None
@@ -98,24 +90,17 @@ class AnswerWriter:
     world: World
     text: TextOutput
 
-    def lines(self, part: HeldOut, was_asked: Callable[[], bool]) -> PredictedLines:
+    def lines(self, part: HeldOut, was_asked: Callable[[], bool]) -> list[Line]:
         """Give `id`, `label` and `prediction` of samples with an answer. Collective."""
-        found = PredictedLines()
-        for start in range(0, part.num_samples, EXCHANGED_AT_ONCE):
-            groups = _groups(part.chosen(start, start + EXCHANGED_AT_ONCE), part.lengths)
-            own = groups[self.world.rank :: self.world.size]
-            ranks = self.world.on_all(partial(self._of_rank, part, own, was_asked))
-            if any(is_asked for _, is_asked in ranks):
-                raise Preempted("stopped during an evaluation")
-            for lines, _ in ranks:
-                found += lines
-        return sorted(found, key=lambda line: int(line["id"]))
+        of_rank = partial(self._of_rank, part, was_asked)
+        return lines_of_all(part, self.world, was_asked, of_rank)
 
     def _of_rank(
-        self, part: HeldOut, groups: Sequence[Sequence[int]], was_asked: Callable[[], bool]
-    ) -> tuple[PredictedLines, bool]:
-        """Write the answers of some groups; stops where a signal asks for it."""
-        found, data = PredictedLines(), part.loader.dataset
+        self, part: HeldOut, was_asked: Callable[[], bool], places: IntArray
+    ) -> list[Line]:
+        """Write the answers of this rank's groups; stops where a signal asks for it."""
+        found, data = list[Line](), part.loader.dataset
+        groups = _groups(places, part.lengths)[self.world.rank :: self.world.size]
         requests = (
             Request((place,), 0, int(part.lengths[place])) for group in groups for place in group
         )
@@ -135,7 +120,7 @@ class AnswerWriter:
                         found += self._written(some, data.facts.pad_token_id or 0)
         finally:
             self.model.release()
-        return found, was_asked()
+        return found
 
     def _together(self, asked: Sequence[AskedSample]) -> Iterator[list[AskedSample]]:
         """Part the samples of a group where the shortest would wait long for others."""
@@ -149,11 +134,9 @@ class AnswerWriter:
         if together:
             yield together
 
-    def _written(self, asked: Sequence[AskedSample], pad_token_id: int) -> Iterator[dict[str, Any]]:
+    def _written(self, asked: Sequence[AskedSample], pad_token_id: int) -> Iterator[Line]:
         """Write the answers of samples that are beside each other."""
-        fields = asked[0].given
-        if len(asked) > 1:
-            fields = joined(asked, pad_token_id)
+        fields = asked[0].given if len(asked) == 1 else joined(asked, pad_token_id)
         with no_replay("where answers are written: set a smaller data.max_length"):
             given = to_device(fields, self.world.device)
             found = self.objective.predict(self.model.call, given, self.text)

@@ -5,9 +5,9 @@ Each class imports its library when it is built, which is before data or a model
 
 from __future__ import annotations
 
-import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, ClassVar, Literal, final
 
 from trainer.assemble.instantiate import construct
@@ -95,10 +95,8 @@ class EntityF1(PredictionMetric):
 
     def score(self, predictions: _Tags, references: _Tags) -> Mapping[str, float]:
         """Give shares from 0 to 1; 0 where there is no entity to divide by."""
-        found = dict[str, float]()
-        for name, score in self._scores.items():
-            found[name] = score(references, predictions, zero_division=0)
-        return found
+        given = (references, predictions)
+        return {name: score(*given, zero_division=0) for name, score in self._scores.items()}
 
 
 @final
@@ -125,10 +123,8 @@ class RougeL(PredictionMetric):
 
     def score(self, predictions: _Texts, references: _Texts) -> Mapping[str, float]:
         """See the class."""
-        found = list[float]()
-        for prediction, reference in zip(predictions, references, strict=True):
-            found.append(self._scorer.score(reference, prediction)["rougeL"].fmeasure)
-        return {"rouge_l": math.fsum(found) / len(found)}
+        pairs = map(self._scorer.score, references, predictions)
+        return {"rouge_l": fmean(pair["rougeL"].fmeasure for pair in pairs)}
 
 
 @final

@@ -12,14 +12,14 @@ from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.run_config import RunConfig
 from trainer.core.rows import Row
-from trainer.features.text_metrics.answers import AnswerWriter, PredictedLines
+from trainer.features.text_metrics.answers import AnswerWriter
 from trainer.features.text_metrics.checks import refuse_unscored, scoring_rows
 from trainer.features.text_metrics.metrics import PredictionMetric, prediction_metrics, score_lines
 from trainer.models.facts import facts_of
 from trainer.objectives.text_output import TextOutput
 from trainer.training.context import StepContext
 from trainer.training.data import HeldOut
-from trainer.training.predictions import predict
+from trainer.training.predictions import Line, predict
 
 
 @final
@@ -33,7 +33,7 @@ class ScoredPredictions(Feature):
         self._most = most  # tokens of an answer
         self._fills_lines = fills_lines  # whether predictions.jsonl is to have the answers
         # Of the last evaluation, by the names of the parts
-        self._found: Mapping[str, PredictedLines] = {}
+        self._found: Mapping[str, list[Line]] = {}
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -53,7 +53,7 @@ class ScoredPredictions(Feature):
         self, context: StepContext, parts: Mapping[str, HeldOut], was_asked: Callable[[], bool]
     ) -> Mapping[str, Mapping[str, float]]:
         """Score each part; one that joins others has their lines."""
-        lines = dict[str, PredictedLines]()
+        lines = dict[str, list[Line]]()
         for name, part in parts.items():
             if (self._metrics or self._fills_lines) and not part.joins:
                 lines[name] = self._lines(context, part, was_asked)
@@ -78,7 +78,7 @@ class ScoredPredictions(Feature):
 
     def _lines(
         self, context: StepContext, part: HeldOut, was_asked: Callable[[], bool]
-    ) -> PredictedLines:
+    ) -> list[Line]:
         """Give the predictions of a part: texts where answers are written. Collective."""
         model, objective, world = context.parallel, context.model.objective, context.world
         if objective.predicts_next or objective.writes_labels:
