@@ -97,9 +97,7 @@ class StoredWeights:
         for name, tensor in expected.items():
             # As the constructor gave it, and not stored.
             is_frozen = name in self.frozen
-            is_given = (
-                is_frozen or name in self.new or (self.is_adapter and not tensor.requires_grad)
-            )
+            is_given = is_frozen or (self.is_adapter and not tensor.requires_grad)
             if name in found or not (is_given or name in self.new):
                 compared[name] = tensor
             # What is drawn on the meta device is drawn by the same class and seed.
@@ -322,11 +320,11 @@ def export(
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
-    weights: dict[str, Any] = without_frozen(checkpoint_weights(loaded).values)
+    weights: Mapping[str, Any] = checkpoint_weights(loaded).values
     if model is not None:
-        weights = {}
-        for name, tensor in state_tensors(model.state_dict()).items():
-            weights[plain_name(name)] = tensor
+        tensors = state_tensors(model.state_dict())
+        weights = {plain_name(name): tensor for name, tensor in tensors.items()}
+    weights = without_frozen(weights)
     with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
         unfinished = durable.begin_folder(to)
         try:

@@ -127,11 +127,12 @@ def from_plain(plain: Tree) -> RunConfig:
     """Read what `to_plain` wrote; never consent and `trust`."""
     choices, defaults = dict(plain.get("choices", {})), load_yaml(data_dir("conf") / "config.yaml")
     whole = {**plain, "trust": []}
-    # A run that was made before there was such a command lacks them.
-    for key in ("prompt", "generate", "init.partial"):
+    # A run that was made before there were such keys lacks them.
+    for key in ("prompt", "generate", "init.partial", "matrix"):
         whole.setdefault(key, defaults[key])
-    if isinstance(data := plain.get("data"), Mapping):
-        whole["data"] = {"skip_steps": (), **data}
+    for key, later in {"data": {"skip_steps": ()}, "ema": {"evaluate": False}}.items():
+        if isinstance(section := plain.get(key), Mapping):
+            whole[key] = {**later, **section}
     try:
         return FullConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
