@@ -32,7 +32,7 @@ from trainer.core.format import shown_path
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import bits_of, fill, in_main_memory, whole_of
 from trainer.core.world import World
-from trainer.models.frozen import MakeFrozen, is_beside, no_frozen, without_frozen
+from trainer.models.frozen import MakeFrozen, is_beside, without_frozen
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -64,7 +64,7 @@ class StoredWeights:
     # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
     frozen: Mapping[str, str] = field(default_factory=dict)
     new: Collection[str] = ()  # by plain name, what of the model they need not have
-    make_frozen: MakeFrozen = no_frozen  # makes what is beside a model that goes on
+    make_frozen: MakeFrozen = lambda _: None  # makes what is beside a model that goes on
 
     @classmethod
     def of(cls, state: State, source: object, loaded: Loaded | None = None) -> StoredWeights:

@@ -165,6 +165,11 @@ class Parallel(ABC):
             parameter.grad = None
 
 
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """List the parameters of a model that are trained."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 @final
 @dataclass(eq=False, repr=False)
 class Replicated(Parallel):
