@@ -323,7 +323,7 @@ def export(
     weights: Mapping[str, Any] = checkpoint_weights(loaded).values
     if model is not None:
         tensors = state_tensors(model.state_dict())
-        weights = {plain_name(name): tensor for name, tensor in tensors.items()}
+        weights = dict(zip(map(plain_name, tensors), tensors.values(), strict=True))
     weights = without_frozen(weights)
     with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
         unfinished = durable.begin_folder(to)

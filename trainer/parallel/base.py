@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, final
 
 import torch
@@ -167,7 +168,7 @@ class Parallel(ABC):
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     """List the parameters of a model that are trained."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [*filter(attrgetter("requires_grad"), module.parameters())]
 
 
 @final
