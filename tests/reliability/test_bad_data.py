@@ -16,8 +16,8 @@ from tests.reliability import lab, toys
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import DataError
 from trainer.core.world import World
-from trainer.data.bad_samples import readable
 from trainer.data.loader import Loader, Request
+from trainer.data.source import readable
 from trainer.data.text import Text
 from trainer.data.view import DataView
 

@@ -18,7 +18,7 @@ from trainer.accumulate.base import seed_draws
 from trainer.assemble.hardware import planned_device
 from trainer.assemble.instantiate import construct, draws_on_meta, look_up, look_up_transforms
 from trainer.assemble.model_size import refuse_too_large
-from trainer.checkpoint.partial_weights import fitting
+from trainer.checkpoint.matching import fitting
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError

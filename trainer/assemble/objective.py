@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -119,25 +118,6 @@ def frozen_model(config: RunConfig, objective: Objective, module: nn.Module) -> 
     """Make what is beside a model; one below an adapter is not how a run with `init=` began."""
     can_switch = facts_of(module).without_adapter is not None
     return objective.frozen_model(module, has_base=can_switch and config.init is None)
-
-
-def telling_objective(
-    config: RunConfig,
-    objective: Objective,
-    module: nn.Module,
-    loader: Loader,
-    tokenizer: RunTokenizer,
-) -> Objective:
-    """Put what a model is made for in the place of a loss of its own, which tells nothing else."""
-    if not objective.is_of_model:
-        return objective
-    keys = {"target": components.AUTO_OBJECTIVE, "params": {}, "metrics": ()}
-    auto = config.model_copy(update={"objective": config.objective.model_copy(update=keys)})
-    # A model that does not say it has its loss alone.
-    with suppress(ConfigError):
-        fields = loader.load(loader.longest())
-        objective = fitting_objective(auto, module, fields, tokenizer).objective
-    return objective
 
 
 def fitting_objective(

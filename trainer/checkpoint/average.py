@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import final
 
 import torch
@@ -59,24 +58,10 @@ class WeightAverage(Stateful):
                 update([average], [weight.to(average.dtype)], self.num_updates)
         self.num_updates += 1
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Have the model compute with the average inside the block; all bits are put back.
-
-        What is here of each is exchanged, so that no rank waits for another. Of weights in half
-        precision a copy is made, which the average, in fp32, has no room for.
-        """
-        with ExitStack() as undoing:
-            for name, weight in self._weights.items():
-                # By `.data`: whoever counts writes to weights, as an optimizer, is to see none.
-                here, average = local_part(weight).data, local_part(self._averages[name])
-                if here.dtype == average.dtype:
-                    _exchange(here, average)
-                    undoing.callback(_exchange, here, average)
-                else:
-                    undoing.callback(here.copy_, here.clone())
-                    here.copy_(average)
-            yield
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give what is here of each weight, and of its average."""
+        for name, weight in self._weights.items():
+            yield local_part(weight), local_part(self._averages[name])
 
     def state(self) -> State:
         """See the base class; `weights` by plain name."""
@@ -87,10 +72,3 @@ class WeightAverage(Stateful):
         self.num_updates = int(state["updates"])
         for name in self._averages.keys() & state["weights"].keys():
             local_part(self._averages[name]).copy_(local_part(state["weights"][name]))
-
-
-def _exchange(one: Tensor, other: Tensor) -> None:
-    """Give each of two tensors the values of the other."""
-    before = one.clone()
-    one.copy_(other)
-    other.copy_(before)

@@ -32,7 +32,7 @@ from trainer.core.format import shown_path
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import bits_of, fill, in_main_memory, whole_of
 from trainer.core.world import World
-from trainer.models.frozen import MakeFrozen, is_beside, no_frozen, without_frozen
+from trainer.models.frozen import MakeFrozen, is_beside, without_frozen
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -64,7 +64,7 @@ class StoredWeights:
     # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
     frozen: Mapping[str, str] = field(default_factory=dict)
     new: Collection[str] = ()  # by plain name, what of the model they need not have
-    make_frozen: MakeFrozen = no_frozen  # makes what is beside a model that goes on
+    make_frozen: MakeFrozen = lambda _: None  # makes what is beside a model that goes on
 
     @classmethod
     def of(cls, state: State, source: object, loaded: Loaded | None = None) -> StoredWeights:
@@ -97,9 +97,7 @@ class StoredWeights:
         for name, tensor in expected.items():
             # As the constructor gave it, and not stored.
             is_frozen = name in self.frozen
-            is_given = (
-                is_frozen or name in self.new or (self.is_adapter and not tensor.requires_grad)
-            )
+            is_given = is_frozen or (self.is_adapter and not tensor.requires_grad)
             if name in found or not (is_given or name in self.new):
                 compared[name] = tensor
             # What is drawn on the meta device is drawn by the same class and seed.
@@ -322,11 +320,11 @@ def export(
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
-    weights: dict[str, Any] = without_frozen(checkpoint_weights(loaded).values)
+    weights: Mapping[str, Any] = checkpoint_weights(loaded).values
     if model is not None:
-        weights = {}
-        for name, tensor in state_tensors(model.state_dict()).items():
-            weights[plain_name(name)] = tensor
+        tensors = state_tensors(model.state_dict())
+        weights = dict(zip(map(plain_name, tensors), tensors.values(), strict=True))
+    weights = without_frozen(weights)
     with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
         unfinished = durable.begin_folder(to)
         try:

@@ -6,16 +6,22 @@ stand anywhere.
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 from trainer.cli.feature_commands import feature_commands
-from trainer.cli.typed_files import setting_of_file
 from trainer.config.command_words import READING_COMMANDS
-from trainer.config.messages import clip, did_you_mean, one_line, show
+from trainer.config.messages import clip, did_you_mean, near_file, one_line, show
 from trainer.core.errors import ConfigError
+from trainer.core.format import expanded
+from trainer.core.run_folder import RunFolder
 from trainer.report.views import views
 
 COMMAND_HELP: Mapping[str, str] = {
@@ -27,10 +33,9 @@ COMMAND_HELP: Mapping[str, str] = {
     **{word: command.help for word, command in READING_COMMANDS.items()},
     **{name: view.help for name, view in views().items()},
     **{name: each.help for name, each in feature_commands().items()},
-    "recipes": "list recipes with purpose, cost and measured result",
 }
 
-PAGE_WORDS = ("help", *views(), *feature_commands(), "recipes")
+PAGE_WORDS = ("help", *views(), *feature_commands())
 """Commands, and the help, that compose no config."""
 
 _SHOWING = ("--help", "--version", "--info", "--shell-completion")
@@ -47,6 +52,7 @@ _WORDS: Mapping[str, Sequence[str]] = {
 """What some flags take."""
 
 _OFF = ("false", "no", "none", "null", "off", "0")
+_RECORDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 # What begins a flag, or a setting of its own, is no value of the word before it.
 _NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=|--$")
 
@@ -203,3 +209,36 @@ def _unknown_word(word: str) -> str:
     if meant := setting_of_file(word):
         near = f" Did you mean {meant}?"
     return one_line(f"{show(word)}: unknown command.{near} Choices: {', '.join(COMMAND_HELP)}")
+
+
+def setting_of_file(word: str) -> str:
+    """Give the setting for a path, such as `recipe=my.yaml`; empty where nothing is meant."""
+    path = expanded(word)
+    # A key has a dot, too.
+    if not os.path.exists(path):  # noqa: PTH110 - of pathlib it raises for long names
+        if "." not in word or (near := near_file(word)) is None:
+            return ""
+        path = Path(near)
+    typed = shlex.quote(str(path))
+    if path.suffix == ".yaml":
+        return f"recipe={typed}"
+    if path.suffix == ".py":
+        return f"model._target_={_class_of(path)}"
+    if (path / RunFolder.HYDRA).is_dir():
+        return f"resume={typed}"
+    if (path / "config.json").is_file():
+        return f"model=hf model.path={typed}"
+    kind = "hf" if path.suffix.lower() in _RECORDS else "text"
+    return f"data={kind} data.path={typed}"
+
+
+def _class_of(path: Path) -> str:
+    """Give the import path of the first model in a file, else that of a class to be named."""
+    module = ".".join(path.with_suffix("").parts)
+    with suppress(OSError, SyntaxError, ValueError):
+        for each in ast.parse(path.read_bytes()).body:
+            if isinstance(each, ast.ClassDef):
+                bases = [ast.unparse(base) for base in each.bases]
+                if any(base.endswith("Module") for base in bases):
+                    return f"{module}.{each.name}"
+    return f"{module}.CLASS"

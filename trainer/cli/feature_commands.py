@@ -1,4 +1,4 @@
-"""Run the commands that features bring, which `conf/commands.yaml` names, and read their settings.
+"""Run what starts no run: the help, views, and commands that `conf/commands.yaml` names.
 
 They show or remove what is on disk, and need no config. Imports neither Hydra nor torch.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, final
 
-from trainer.cli.exit_messages import print_notes
+from trainer.cli.exit_messages import print_notes, print_out
 from trainer.config.messages import clip, did_you_mean, either
 from trainer.config.option_files import data_dir, load_yaml
 from trainer.core.errors import ConfigError
@@ -55,6 +55,20 @@ def feature_commands() -> dict[str, FeatureCommand]:
     for name, each in load_yaml(data_dir("conf") / "commands.yaml").items():
         found[name] = FeatureCommand(target=each.pop("_target_"), **each)
     return found
+
+
+def show_page(word: str, settings: Sequence[str], own_folder: str | None) -> None:
+    """Run a command that composes no config, print the help, or say where a view was written."""
+    if word in feature_commands():
+        feature_commands()[word].run(word, settings)
+    elif word == "help":
+        from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
+
+        help_page.print_help(own_folder)
+    else:
+        from trainer.cli.view_command import show_runs  # noqa: PLC0415 - for these alone
+
+        print_out(f"{show_runs(word, settings)}\n")
 
 
 def read_settings(

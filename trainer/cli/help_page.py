@@ -1,4 +1,4 @@
-"""Print the page of `train --help`: commands, groups with their options, every key, the flags.
+"""Print the pages of `train --help`, with commands, options, every key and flag, and of recipes.
 
 Keys come from the schema and options from the folders, so the page cannot fall behind them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli.argv import COMMAND_HELP
+from trainer.cli.exit_messages import print_out
 from trainer.config import trackers
 from trainer.config.components import GROUPS
 from trainer.config.keys import KEYS
 from trainer.config.messages import show as show_value
 from trainer.config.option_files import OWN, data_dir, default_options
-from trainer.config.recipes import RECIPE_GROUP, available
+from trainer.config.recipes import FOLDERS_VARIABLE, RECIPE_GROUP, about, available, path_of
 from trainer.core.format import expanded
 
 # Where there is no terminal
@@ -71,6 +72,17 @@ def print_help(own_folder: str | None = None) -> None:
     # Tables pad their lines with blanks.
     for line in console.end_capture().splitlines():
         sys.stdout.write(f"{line.rstrip()}\n")
+
+
+def list_recipes(words: Sequence[str], settings: Mapping[str, str]) -> None:
+    """Print each recipe with its purpose, its cost and the result to expect."""
+    for name in available():
+        print_out(f"recipe={name}\n")
+        if path := path_of(name):
+            for key, value in about(path).items():
+                print_out(f"  {key:<10}{value}\n")
+    own = f"NAME.yaml in a folder on {FOLDERS_VARIABLE}, or recipe=path/to/file.yaml"
+    print_out(f"your own: {own}\n")
 
 
 def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from trainer import __version__
 from trainer.cli import exit_messages
 from trainer.cli.argv import PAGE_WORDS, CommandLine, split_argv
+from trainer.cli.feature_commands import show_page
 from trainer.config.messages import clip
 from trainer.config.option_files import data_dir, load_yaml
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
@@ -62,8 +63,6 @@ def _run(argv: Sequence[str]) -> int:
     flags = request.flags
     page = "help" if "--help" in flags else request.command
     if page in PAGE_WORDS:
-        from trainer.cli.pages import show_page  # noqa: PLC0415 - these alone need it
-
         with exit_messages.piped():
             show_page(page, request.overrides, flags.get("--config-dir"))
         return 0

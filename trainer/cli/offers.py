@@ -25,9 +25,8 @@ from trainer.cli.view_command import SETTINGS
 from trainer.config import trackers
 from trainer.config.components import NAMES_A_PATH, ExistingPath, owner_of
 from trainer.config.consent import TARGET
-from trainer.config.declared import declared
+from trainer.config.declared import alternatives, declared
 from trainer.config.keys import KEYS
-from trainer.config.type_words import alternatives
 from trainer.core.format import expanded
 from trainer.core.run_folder import AUTO, all_runs
 from trainer.report.views import views

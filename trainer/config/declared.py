@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from trainer.config import components
 from trainer.config.components import Number, PlainText, Whole
@@ -191,3 +193,18 @@ def _file_of(name: str) -> Path | None:
             files.append(Path(spec.origin))
         return next(filter(Path.is_file, files), None)
     return None
+
+
+def alternatives(annotation: object) -> Iterator[tuple[str, bool]]:
+    """Say in words what a type takes: phrases, each with whether it is typed as it stands."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    described = [each.description for each in args if isinstance(each, FieldInfo)]
+    if described and described[-1]:
+        yield described[-1], False
+    elif origin is Literal or annotation is bool:
+        yield from ((word, True) for word in args or ("true", "false"))
+    elif annotation is type(None) or origin in (dict, tuple):
+        yield {dict: "a mapping", tuple: "a list"}.get(origin, "null"), False  # type: ignore[arg-type]
+    else:
+        for part in args:
+            yield from alternatives(part)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, final, get_type_hints
 
 from trainer.config.components import FEATURES, GROUPS, SHARED, Section
-from trainer.config.declared import declared
+from trainer.config.declared import alternatives, declared
 from trainer.config.messages import flat
 from trainer.config.option_files import data_dir, default_options, load_yaml, options_of
 from trainer.config.run_config import FullConfig
-from trainer.config.type_words import alternatives
 
 _LINE = re.compile(r"( *)([\w.]+):.*?(?: # (.*))?")
 

@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 from trainer.config.cards import CARDS, CardName
 from trainer.config.components import Stages
+from trainer.config.declared import alternatives
 from trainer.config.metric_names import METRIC_NAMES, Metrics
 from trainer.config.secrets import without_secrets
-from trainer.config.type_words import alternatives
 from trainer.core.errors import ConfigError
 from trainer.core.format import DTYPE_WORDS, expanded, shown_path
 

@@ -18,15 +18,14 @@ from typing import Any, final
 from pydantic import ValidationError
 
 from trainer.config import components, data_sets, messages, trackers
-from trainer.config.declared import declared
+from trainer.config.declared import alternatives, declared
 from trainer.config.keys import KEYS
 from trainer.config.messages import MISSING, Tree, lookup
-from trainer.config.option_files import OWN, data_dir, default_options, load_yaml, options_of
+from trainer.config.option_files import OWN, data_dir, default_options, options_of
 from trainer.config.other_trainers import REFUSED, REFUSED_CLASSES, hint_for
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import FINE_TUNING, FullConfig, RunConfig, to_plain
 from trainer.config.secrets import is_secret, leaked
-from trainer.config.type_words import alternatives
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Row, join_parts, row
 
@@ -125,15 +124,9 @@ def _distinct(faults: Collection[str]) -> list[str]:
 
 def from_plain(plain: Tree) -> RunConfig:
     """Read what `to_plain` wrote; never consent and `trust`."""
-    choices, defaults = dict(plain.get("choices", {})), load_yaml(data_dir("conf") / "config.yaml")
-    whole = {**plain, "trust": []}
-    # A run that was made before there was such a command lacks them.
-    for key in ("prompt", "generate", "init.partial"):
-        whole.setdefault(key, defaults[key])
-    if isinstance(data := plain.get("data"), Mapping):
-        whole["data"] = {"skip_steps": (), **data}
+    choices = dict(plain.get("choices", {}))
     try:
-        return FullConfig.model_validate(_fields(whole, choices, ()))
+        return FullConfig.model_validate(_fields({**plain, "trust": []}, choices, ()))
     except ValidationError as error:
         composed = Composed(dict(plain), {}, choices)
         raise ConfigError(*dict.fromkeys(composed.schema_faults(error))) from None

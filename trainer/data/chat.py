@@ -95,6 +95,31 @@ def encode_samples(
     return chat.encode_answers(whole, len(prompt), answers)
 
 
+def encode_prompt(
+    tokenizer: Any,  # noqa: ANN401 - a tokenizer of a library
+    prompt: str | Sequence[Message],
+    *,
+    tools: Sequence[Any] | str | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Encode a text as `encode_samples` begins one, or messages with the header of an answer.
+
+    What cannot be encoded so is a ValueError.
+    """
+    if not isinstance(prompt, str):
+        chat = Chat(tokenizer, tools_of(tools), chat_template, chat_template_kwargs or {})
+        messages = chat.with_arguments([*prompt])
+        return chat.tokenize(chat.render(messages, has_header=True))[0]
+    bos = tokenizer.bos_token
+    is_begun = bool(bos) and prompt.startswith(bos)
+    ids: list[int] = tokenizer(prompt, add_special_tokens=not is_begun, verbose=False)["input_ids"]
+    # Some tokenizers end every text.
+    if ids[-1:] == [tokenizer.eos_token_id]:
+        ids = ids[:-1]
+    return ids
+
+
 def tools_of(value: Sequence[Any] | str | None) -> list[Any] | None:
     """Read tools; Arrow cannot store objects that differ, so that many files have them as text."""
     tools: Any = value

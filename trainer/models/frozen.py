@@ -21,10 +21,6 @@ MakeFrozen = Callable[[nn.Module], nn.Module | None]
 """Gives the frozen model for one that is to be trained; None where it needs none."""
 
 
-def no_frozen(_: nn.Module) -> None:
-    """Make none."""
-
-
 def frozen_of(module: nn.Module) -> nn.Module | None:
     """Give the frozen model beside a module, if there is one."""
     return module._modules.get(BESIDE)

@@ -58,11 +58,18 @@ def _flag_hits(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
 
 def _class_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
     """Count for each class how often it was right, predicted, true: `(3, classes)`."""
-    best, count = logits.argmax(-1), partial(torch.bincount, minlength=logits.shape[-1])
+    best, count = logits.argmax(-1), partial(_count, length=logits.shape[-1])
     is_right = best == labels
     of_right = None if weight is None else weight[is_right]
-    right = count(labels[is_right], weights=of_right)
-    return torch.stack([right, count(best, weights=weight), count(labels, weights=weight)])
+    right = count(labels[is_right], of_right)
+    return torch.stack([right, count(best, weight), count(labels, weight)])
+
+
+def _count(places: Tensor, weight: Tensor | None, length: int) -> Tensor:
+    """Count how often each place occurs. With weights `bincount` has no order on a GPU."""
+    if weight is None:
+        return torch.bincount(places, minlength=length)
+    return weight.new_zeros(length).index_add_(0, places, weight)
 
 
 def _flag_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
@@ -85,7 +92,7 @@ def _score_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tens
     scores = (logits[:, 1] - logits[:, 0]).double().nan_to_num()
     places = torch.asinh(_STEEP * scores).clamp(-_WIDEST, _WIDEST) / _WIDEST
     bins = ((places + 1) / 2 * (BINS - 1)).round().long() + BINS * labels
-    return torch.bincount(bins, weights=weight, minlength=2 * BINS).view(2, BINS)
+    return _count(bins, weight, 2 * BINS).view(2, BINS)
 
 
 def _moments(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, final
 
 import torch
@@ -163,6 +164,11 @@ class Parallel(ABC):
         self._live.clear()
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """List the parameters of a model that are trained."""
+    return [*filter(attrgetter("requires_grad"), module.parameters())]
 
 
 @final

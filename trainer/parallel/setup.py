@@ -20,7 +20,7 @@ from trainer.models.frozen import frozen_of
 from trainer.models.norms import has_running_norm
 from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
-from trainer.parallel.base import BUCKET_BYTES, Parallel, Replicated
+from trainer.parallel.base import BUCKET_BYTES, Parallel, Replicated, trained_parameters
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.sync import (
     Deferred,
@@ -140,10 +140,7 @@ class ParallelSetup(Described):
         meta device begin with.
         """
         mesh = mesh or self.mesh
-        parameters = list[nn.Parameter]()
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameters.append(parameter)
+        parameters = trained_parameters(module)
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
         # Also where this process works out what several ranks would do

@@ -68,13 +68,12 @@ def memory_limit(
         left, source = min(_host_limits(root))
         if local_ranks > 1:
             left, source = left // local_ranks, f"{source}, shared by {local_ranks} ranks"
-    reserve, why = reserve_share(gpu.kind_of(device), left), ""
+    excess, why = None, ""
     # Of a typed limit nobody knows which card it is for.
-    measured = None if asked is not None else history.excess_of(device_name(device))
-    if measured is not None:
-        excess, count = measured
-        reserve = learnt_reserve(gpu.kind_of(device), left, excess)
+    if asked is None and (learnt := history.excess_of(device_name(device))) is not None:
+        excess, count = learnt
         why = f", as {count} runs took up to {excess:+.0%} of what was predicted"
+    reserve = reserve_share(gpu.kind_of(device), left, excess)
     return MemoryLimit(
         bytes=resident_bytes + int(left * (1 - reserve)),
         source=f"{source}, {reserve:.0%} kept free{why}",
@@ -83,23 +82,19 @@ def memory_limit(
     )
 
 
-def reserve_share(kind: str, left: int) -> float:
-    """Give the share of what is left, in bytes, that no tensor may have."""
+def reserve_share(kind: str, left: int, excess: float | None = None) -> float:
+    """Give the share of what is left, in bytes, that no tensor may have.
+
+    Where it is known by which share runs took more than was predicted, that counts on a card: its
+    fragmentation is part of what they took. What else a machine does nobody has measured.
+    """
     share = RESERVE[kind]
+    if excess is not None:
+        needed = max(excess, 0.0) / (1 + max(excess, 0.0)) + LEARNT_MARGIN
+        share = needed if kind == "gpu" else max(needed, share)
     if kind == "gpu" and left > 0:
         share = max(share, min(GPU_RESERVE / left, MOST_RESERVE))
-    return share
-
-
-def learnt_reserve(kind: str, left: int, excess: float) -> float:
-    """Give the share that is left alone where runs took so much more than was predicted.
-
-    A card may then have more than by default, for its fragmentation is part of what runs took.
-    What else a machine does nobody has measured.
-    """
-    needed = max(excess, 0.0) / (1 + max(excess, 0.0)) + LEARNT_MARGIN
-    least = min(GPU_RESERVE / max(left, 1), MOST_RESERVE) if kind == "gpu" else RESERVE["cpu"]
-    return min(max(needed, least), MOST_RESERVE)
+    return min(share, MOST_RESERVE)
 
 
 def _host_limits(root: Path) -> Iterator[tuple[int, str]]:

@@ -22,10 +22,9 @@ from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_shapes
 from trainer.tune.cache import Measurements, TuningCache
-from trainer.tune.does_not_fit import does_not_fit
 from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.predict import CannotRunFake, Predictor
-from trainer.tune.request import Candidate, Tuning, TuningRequest, usual_cap
+from trainer.tune.request import Candidate, Tuning, TuningRequest, does_not_fit, usual_cap
 from trainer.tune.speed import NEAR_BEST, Clock, SpeedModel, fit_speed, measure, rehearsal, speed_of
 from trainer.tune.workload import Workload, restoring
 

@@ -26,7 +26,7 @@ from trainer.models.bind import Casts
 from trainer.models.first_weights import drawn, is_on_meta
 from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import sums_of
-from trainer.parallel.base import Parallel, Replicated
+from trainer.parallel.base import Parallel, Replicated, trained_parameters
 from trainer.plan.cut import IntArray
 from trainer.training.model import ONE_RANK, Model
 from trainer.tune.peak_bytes import MemoryEstimate, PeakBytes
@@ -83,11 +83,8 @@ class Workload:
 
     def on_one_rank(self, module: nn.Module) -> Parallel:
         """Lay a copy of the model out on one rank."""
-        trained = list[nn.Parameter]()
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                trained.append(parameter)
-        return Replicated(module, self.model.bind(module), trained, World(device=self.model.device))
+        call, world = self.model.bind(module), World(device=self.model.device)
+        return Replicated(module, call, trained_parameters(module), world)
 
     @contextmanager
     def live(self, *, recompute: bool) -> Iterator[None]:

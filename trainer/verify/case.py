@@ -31,7 +31,7 @@ from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.models.duplicate import duplicate
 from trainer.objectives.base import weights_of
-from trainer.parallel.base import Replicated
+from trainer.parallel.base import Replicated, trained_parameters
 from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext, StepState
@@ -163,13 +163,9 @@ def copied(
     with suppress(Exception):  # one that holds a lock, say, is shared
         objective = duplicate(objective, memo)
     module._apply(lambda tensor: _in_precision(tensor, dtype))  # type: ignore[no-untyped-call] # untyped in torch
-    parameters = list[nn.Parameter]()
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameters.append(parameter)
     world = World(device=context.world.device)
     model = replace(context.model, module=module, objective=objective, precision=precision)
-    parallel = Replicated(module, model.call, parameters, world)
+    parallel = Replicated(module, model.call, trained_parameters(module), world)
     state = StepState.of(parallel, objective, world)
     return replace(context, model=model, parallel=parallel, state=state, world=world)
 

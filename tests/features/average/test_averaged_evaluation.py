@@ -11,6 +11,7 @@ from tests.lib.run_support import TOYS, entries, go, on, overrides, read_json, s
 from tests.reliability.rank_work import on_ranks
 from trainer import train
 from trainer.checkpoint.average import WeightAverage
+from trainer.features.average.evaluate import in_place
 
 DOUBLE = f"model._target_={TOYS}.DoubleNet scheduler=constant optimizer.lr=0.1 ema.decay=0.75"
 OFTEN = "eval.every=1 checkpoint.every=1 checkpoint.keep=9"
@@ -92,7 +93,7 @@ def test_a_failure_meanwhile_leaves_every_weight_as_it_was():
     averages = [each.clone() for each in average.state()["weights"].values()]
 
     def interrupted() -> None:
-        with average.in_place():
+        with in_place(average):
             for weight, own in zip(module.parameters(), averages, strict=True):
                 assert weight.equal(own.to(weight.dtype))
             raise KeyboardInterrupt

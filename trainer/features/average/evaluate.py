@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self, final
+
+from torch import Tensor
 
 from trainer.assemble.features import Feature
 from trainer.assemble.run import Run
@@ -59,6 +62,33 @@ class AveragedWeights(Feature):
         """See the base class; other features estimate what they need for the average."""
         if self.average is None or not self.is_evaluated:
             return {}
-        with self.average.in_place(), run.evaluating(run.context, run.feed):
+        with in_place(self.average), run.evaluating(run.context, run.feed):
             found = evaluate_parts(run.context, held_out, run.was_asked)
         return {f"{AVERAGED}_{name}".rstrip("_"): means for name, means in found.items()}
+
+
+@contextmanager
+def in_place(average: WeightAverage) -> Iterator[None]:
+    """Have the model compute with the average inside the block; all bits are put back.
+
+    What is here of each is exchanged, so that no rank waits for another. Of weights in half
+    precision a copy is made, which the average, in fp32, has no room for.
+    """
+    with ExitStack() as undoing:
+        for weight, mean in average.pairs():
+            # By `.data`: whoever counts writes to weights, as an optimizer, is to see none.
+            here = weight.data
+            if here.dtype == mean.dtype:
+                _exchange(here, mean)
+                undoing.callback(_exchange, here, mean)
+            else:
+                undoing.callback(here.copy_, here.clone())
+                here.copy_(mean)
+        yield
+
+
+def _exchange(one: Tensor, other: Tensor) -> None:
+    """Give each of two tensors the values of the other."""
+    before = one.clone()
+    one.copy_(other)
+    other.copy_(before)

@@ -13,7 +13,6 @@ from trainer.assemble.data_sets import purpose_of_model
 from trainer.assemble.instantiate import look_up
 from trainer.assemble.module import build_model
 from trainer.assemble.saved import Terms, read_terms
-from trainer.assemble.text import text_facts
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import checkpoint_weights
 from trainer.config.components import AUTO_OBJECTIVE, Component
@@ -22,6 +21,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
 from trainer.core.world import World
 from trainer.features.generate.next_token import continue_by_forward
+from trainer.features.generate.text_facts import text_facts
 from trainer.models.bind import bind
 from trainer.models.facts import Continuation, facts_of
 

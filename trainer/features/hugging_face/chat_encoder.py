@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainer.core.micro_batch import IGNORED
-from trainer.data.chat import Chat, TokenCounts, encode_samples
+from trainer.data.chat import Chat, TokenCounts, encode_prompt, encode_samples
 from trainer.data.collate import LABELS, WEIGHT
 from trainer.data.conversation import (
     ASSISTANT,
@@ -19,7 +19,6 @@ from trainer.data.conversation import (
     Message,
     normalize_messages,
 )
-from trainer.data.prompts import encode_prompt
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
 from trainer.features.hugging_face.formats import Format

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from trainer.assemble.data_sets import RunTokenizer, open_data
 from trainer.assemble.instantiate import check_components, run_features
 from trainer.assemble.loaders import fit_loader, open_loader
-from trainer.assemble.objective import telling_objective, trained_objective
+from trainer.assemble.objective import fitting_objective, trained_objective
 from trainer.assemble.saved import Saved
+from trainer.config.components import AUTO_OBJECTIVE
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
@@ -37,7 +40,14 @@ def open_predictor(config: RunConfig, saved: Saved, world: World) -> RecordPredi
     loader = loader.of(data, loader.num_workers)
     fit_loader(loader, model.module)
     objective = trained_objective(config, terms.contract, tokenizer)
-    objective = telling_objective(config, objective, model.module, loader, tokenizer)
+    # In the place of a model's own loss, which tells nothing else, what it is made for
+    if objective.is_of_model:
+        keys = {"target": AUTO_OBJECTIVE, "params": {}, "metrics": ()}
+        auto = config.model_copy(update={"objective": config.objective.model_copy(update=keys)})
+        # A model that does not say it has its loss alone.
+        with suppress(ConfigError):
+            fields = loader.load(loader.longest())
+            objective = fitting_objective(auto, model.module, fields, tokenizer).objective
     if type(objective).prepare is not Objective.prepare:
         loader.prepare_with(objective.prepare)
     check_consistency(world, [loader], model.module)

@@ -17,10 +17,9 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, row
-from trainer.data.chat import TokenCounts, encode_samples
+from trainer.data.chat import TokenCounts, encode_prompt, encode_samples
 from trainer.data.conversation import ASSISTANT, normalize_messages
 from trainer.data.lines import fault, json_object, json_records_of, record_place
-from trainer.data.prompts import encode_prompt
 from trainer.features.vision.pixels import open_image, processor_pixels
 
 IMAGE = "<image>"
