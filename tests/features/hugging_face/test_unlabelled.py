@@ -116,7 +116,7 @@ def test_a_bad_row_of_a_table_is_a_record_with_its_reason(tokenizer, tmp_path):
         "1 cell, and 2 names of columns",
         None,
         "3 cells, and 2 names of columns",
-        "not UTF-8 (byte 0xe9); save the file as UTF-8",
+        "not UTF-8 (byte 0xe9); save the file as UTF-8 (iconv -f latin1 -t utf-8)",
     ]
     assert [record.place for record in data.predicted_records()][3] == "a.csv:5"
     told = data.describe(RunFacts(total_steps=0, world_size=1, noun="token"))

@@ -40,7 +40,6 @@ _HASHED_BYTES = 2**30
 cost a second, not a reading of the whole corpus."""
 WHOLE_TEXT = "whole text"
 """A kind: each file is a text."""
-_CSV_AND_BAD_ROWS = "csv with bad rows"
 _ROWS_AT_ONCE = 100
 """Records at a time: bounds the memory where a record is a book."""
 
@@ -62,7 +61,6 @@ class RecordSource:
     one_part_only: bool = False  # whether no other part is taken beside it
     others: Sequence[str] = ()  # parts of the files that are not taken
     listing: Listing = field(default_factory=Listing)  # of the files, of all parts
-    keeps_bad: bool = False  # whether bad rows of CSV are records, which say why
 
     @property
     def digest(self) -> str:
@@ -128,15 +126,8 @@ class RecordSource:
             return datasets.load_dataset(self.kind, data_files=links, cache_dir=str(scratch))
         tables = dict[str, Any]()
         for part, files in self.files.items():
-            tables[part] = read_table(files, self._rows_of, scratch / f"{part}.rows")
+            tables[part] = read_table(files, self.kind, scratch / f"{part}.rows")
         return tables
-
-    @property
-    def _rows_of(self) -> str:
-        """Say by which of `ROWS` the files are divided."""
-        if self.kind == "csv" and self.keeps_bad:
-            return _CSV_AND_BAD_ROWS
-        return self.kind
 
     @property
     def table(self) -> Path | None:
@@ -154,7 +145,7 @@ class RecordSource:
             name, mark = lines.name_below(file, root), ":"
             if lines.holds_list(file):
                 mark = ": record "
-            for line, _ in ROWS[self._rows_of](file):
+            for line, _ in ROWS[self.kind](file):
                 yield f"{name}{mark}{line}"
 
     def name_of(self, part: str, row: int, before: int = 0) -> str:
@@ -166,7 +157,7 @@ class RecordSource:
         if self.kind in ROWS:
             left = row
             for file in files:
-                for line, _ in ROWS[self._rows_of](file):
+                for line, _ in ROWS[self.kind](file):
                     if left == 0:
                         return lines.record_place(file, line + before)
                     left -= 1
@@ -196,12 +187,11 @@ def find_records(
 
     `subset` is the configuration of a name on the hub. The `part` is trained on, None for the one
     whose name begins with `train`; with `one_part_only` no other is taken beside it. Without
-    `learns` files are not parted, and bad rows of CSV are kept.
+    `learns` files are not parted.
     """
     source = RecordSource(
         path=path, kind="hub", subset=subset, part=part, one_part_only=one_part_only
     )
-    source = replace(source, keeps_bad=not learns)
     place = expanded(path).absolute()
     is_file = lines.kind_suffix(place) in _KINDS or place.suffix.lower() in lines.UNPACKED
     is_name = HUB_NAME.fullmatch(path) and not is_file
@@ -334,7 +324,7 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     batches = iter(lambda: [*islice(rows, _ROWS_AT_ONCE)], [])
     first = next(batches, list[dict[str, Any]]([{}]))
     # With offsets of 64 bits: a column may have more than 2 GiB.
-    cell = pa.large_string() if kind in {"csv", _CSV_AND_BAD_ROWS} else pa.large_binary()
+    cell = pa.large_string() if kind == "csv" else pa.large_binary()
     schema = pa.schema([(name, cell) for name in first[0]])
     place = files[0].parent if files[1:] else files[0]
     with (
@@ -348,22 +338,20 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     return Dataset.from_file(str(to))
 
 
-def _csv_rows(file: Path, *, keeps_bad: bool = False) -> NumberedRows:
-    """Give the rows of CSV by the names of its columns; of bad ones that are kept why they are."""
-    rows = lines.csv_rows_of(file, keeps_bad=keeps_bad)
+def _csv_rows(file: Path) -> NumberedRows:
+    """Give the rows of CSV by the names of its columns; of bad ones why they are."""
+    rows = lines.csv_rows_of(file)
     _, head = next(rows, (1, []))
     names = [name or f"Unnamed: {i}" for i, name in enumerate(head)]
     if len(names) != len({*names}):
         twice = max(names, key=names.count)
         raise DataError(f"data: {file}:1: two columns are named {twice!r}; rename one")
     for number, row in rows:
-        cells: dict[str, str | None] = dict(zip(names, row, strict=not keeps_bad))
-        if keeps_bad:
-            why = lines.row_fault(row, len(names))
-            if why is not None:
-                cells = dict.fromkeys(names)
-            cells[lines.FAULT_COLUMN] = why
-        yield number, cells
+        cells: dict[str, str | None] = dict.fromkeys(names)
+        why = lines.row_fault(row, len(names))
+        if why is None:
+            cells.update(zip(names, row, strict=True))
+        yield number, {**cells, lines.FAULT_COLUMN: why}
 
 
 def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> NumberedRows:
@@ -373,7 +361,6 @@ def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> Num
 
 ROWS: Mapping[str, Callable[[Path], NumberedRows]] = {
     "csv": _csv_rows,
-    _CSV_AND_BAD_ROWS: partial(_csv_rows, keeps_bad=True),
     "json": partial(_text_rows, lines.json_records_of),
     "text": partial(_text_rows, lines.paragraphs_of),
     WHOLE_TEXT: partial(_text_rows, lines.whole_text_of),
