@@ -92,8 +92,6 @@ def test_columns_are_those_of_the_run_and_what_is_in_their_place_is_asked_for(to
     # The run named its label; a file without it lacks nothing.
     typed = {"text": "sentences", "label": "stars", "gone": None}
     assert len(opened(file, tokenizer, columns=typed, **asked)) == 1
-    del asked["trained_format"]
-    assert len(opened(file, tokenizer, columns=typed, **asked)) == 1
 
 
 def test_a_record_that_is_no_sample_says_why_and_a_long_text_has_several(tokenizer, tmp_path):

@@ -126,11 +126,9 @@ def _characters(found: Any) -> RecordFields:  # noqa: ANN401 - a BatchEncoding
     return dict(zip(CHARACTERS, (begins, ends), strict=True))
 
 
-def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) -> RecordFields:
+def choice_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a question with each of its choices; `labels` is the right one."""
     first, choices, label = choices_of(record)
-    if len(choices) != num_choices:
-        raise ValueError(f"{len(choices)} choices, and the first record has {num_choices}")
     if isinstance(label, str):
         label = number_in(label)
     is_asked = record.keys().isdisjoint(("label", "answer"))
