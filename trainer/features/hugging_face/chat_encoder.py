@@ -14,7 +14,6 @@ from trainer.data.chat import Chat, TokenCounts, encode_samples
 from trainer.data.collate import LABELS, WEIGHT
 from trainer.data.conversation import (
     ASSISTANT,
-    MESSAGE_WEIGHT,
     READ_KEYS,
     Message,
     normalize_messages,
@@ -65,12 +64,6 @@ def messages_in(
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, Mapping):
                 yield column, message
-
-
-def weighs_messages(form: Format, records: Iterable[Any]) -> bool:
-    """Whether the messages of any record have a weight that is neither 0 nor 1."""
-    messages = messages_in(form, records, "messages", "completion")
-    return any(message.get(MESSAGE_WEIGHT) not in (None, 0, 1) for _, message in messages)
 
 
 def answer_options(encoder: encode.RecordEncoder, first: Iterable[Any]) -> Collection[str]:

@@ -12,8 +12,9 @@ from typing import Any, final
 
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
+from trainer.data.conversation import MESSAGE_WEIGHT
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
-from trainer.features.hugging_face.formats import Column, Format, columns_in
+from trainer.features.hugging_face.formats import Column, Format, column_value, columns_in
 from trainer.features.hugging_face.labels import Labels, find_labels, find_several, labels_in
 from trainer.features.hugging_face.preference_encoder import preference_fields, prompt_of
 from trainer.features.hugging_face.records import RecordSource
@@ -121,28 +122,32 @@ def weighs_samples(
     source: RecordSource, parts: Mapping[str, Any], form: Format, options: EncodeOptions
 ) -> bool:
     """Whether records, or their messages, say how often they count."""
-    if not options.learns:
+    if "weight" in form.columns or not options.learns:
+        return options.learns
+    if form.name not in {"chat", "prompt and completion"} or source.kind == "csv":
         return False
-    has_messages = form.name in {"chat", "prompt and completion"} and source.kind != "csv"
-    records = records_of_parts(source, parts) if has_messages else iter(())
-    return "weight" in form.columns or chat_encoder.weighs_messages(form, records)
+    records = records_of_parts(source, parts)
+    messages = chat_encoder.messages_in(form, records, "messages", "completion")
+    # Of 0 and 1 the labels say it.
+    return any(message.get(MESSAGE_WEIGHT) not in (None, 0, 1) for _, message in messages)
 
 
 def _labels(
-    source: RecordSource,
-    parts: Mapping[str, Any],
-    form: Format,
-    options: EncodeOptions,
+    source: RecordSource, parts: Mapping[str, Any], form: Format, options: EncodeOptions
 ) -> Labels:
     """Find the classes of all labels in a column, or in several."""
     column = form.columns[form.name]
     try:
-        values = label_encoders.read_labels(records_of_parts(source, parts), column)
+        # A bad record is named where it is encoded.
+        values: Iterator[Any] = (
+            None if isinstance(record, ValueError) else column_value(record, column)
+            for record in records_of_parts(source, parts)
+        )
         # Most of the first ones say it.
-        first = islice((each for each in values if each is not None), 1000)
-        are_lists = [isinstance(each, list) for each in first]
+        first = [*islice(values, 1000)]
+        are_lists = [isinstance(each, list) for each in first if each is not None]
         is_list = sum(are_lists) > len(are_lists) / 2
-        values = label_encoders.read_labels(records_of_parts(source, parts), column)
+        values = chain(first, values)
         names = options.label_names or options.model_labels
         # Cells of CSV are all text.
         if source.kind == "csv" and not is_list:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.core.micro_batch import IGNORED
@@ -17,20 +17,7 @@ from trainer.features.hugging_face.encode import (
     number_in,
     text_of,
 )
-from trainer.features.hugging_face.formats import column_value
 from trainer.features.hugging_face.labels import Labels
-
-
-def read_labels(
-    records: Iterator[Mapping[str, Any] | ValueError], column: str | Sequence[str]
-) -> Iterator[Any]:
-    """Give the label of each record, or a list of several."""
-    for record in records:
-        if isinstance(record, ValueError):
-            # A bad record is named where it is encoded.
-            yield None
-        else:
-            yield column_value(record, column)
 
 
 def label_fields(

@@ -193,16 +193,8 @@ class HuggingFace(ModelLibrary):
         is_beside = any("SentenceTransformer" in line for line in lines)
         if type(tokenizer).__module__.partition(".")[0] != "transformers" or is_beside:
             return lines
-        name, beside = "AutoTokenizer", "from transformers import "
-        lines = [*lines]
-        for i, line in enumerate(lines):
-            if line.startswith(beside):
-                lines[i] = f"{line}, {name}"
-                break
-        else:
-            lines.append(f"{beside}{name}")
-        place = python_text(str(folder))
-        return [*lines, f"tokenizer = {name}.from_pretrained({place})"]
+        load = f"tokenizer = AutoTokenizer.from_pretrained({python_text(str(folder))})"
+        return [*lines, "from transformers import AutoTokenizer", load]
 
 
 def _pipeline_of(kind: str, pooling: str | None) -> str | None:

@@ -48,17 +48,17 @@ NumberedRows = Iterator[tuple[int, dict[str, Any]]]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RecordSource:
     """Where records are read from."""
 
     path: str  # as it was typed
     kind: str  # of the files; `saved` by `save_to_disk`, or a name on the `hub`
-    # By part, the one that is trained on first. Empty for a name on the hub.
-    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     subset: str | None = None  # of a name on the hub, its configuration
     part: str | None = None  # which is trained on; None is the one that is called so
     one_part_only: bool = False  # whether no other part is taken beside it
+    # By part, the one that is trained on first. Empty for a name on the hub.
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     others: Sequence[str] = ()  # parts of the files that are not taken
     listing: Listing = field(default_factory=Listing)  # of the files, of all parts
 
@@ -99,7 +99,7 @@ class RecordSource:
         # One without parts, as `save_to_disk` may write it
         if not isinstance(opened, Mapping):
             parts = {TRAIN: opened}
-        taken, others = _chosen(list(parts), self)
+        taken, others = _chosen([*parts], self)
         return {name: _without_media(parts[name]) for name in taken}, others
 
     def _opened(self, scratch: Path) -> Any:  # noqa: ANN401 - a Dataset, or several by name
@@ -137,11 +137,10 @@ class RecordSource:
 
     def places(self, part: str) -> Iterator[str]:
         """Name all records of a part in their order, by the file's own name and the line."""
-        files, numbers = self.files.get(part, ()), count(1)
         if self.kind not in ROWS:
-            yield from (f"record {number}" for number in numbers)
+            yield from (f"record {number}" for number in count(1))
         root = expanded(self.path).absolute()
-        for file in files:
+        for file in self.files.get(part, ()):
             name, mark = lines.name_below(file, root), ":"
             if lines.holds_list(file):
                 mark = ": record "
@@ -154,17 +153,11 @@ class RecordSource:
         `before` are the lines of the record ahead of the one that is meant.
         """
         files = self.files.get(part, ())
-        if self.kind in ROWS:
-            left = row
-            for file in files:
-                for line, _ in ROWS[self.kind](file):
-                    if left == 0:
-                        return lines.record_place(file, line + before)
-                    left -= 1
-        place = self.path
-        if len(files) == 1:
-            place = str(files[0])
-        return f"{place}: record {row + 1}"
+        if self.kind not in ROWS:
+            return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
+        numbered = ((file, line) for file in files for line, _ in ROWS[self.kind](file))
+        file, line = next(islice(numbered, row, None))
+        return lines.record_place(file, line + before)
 
 
 def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
@@ -189,9 +182,7 @@ def find_records(
     whose name begins with `train`; with `one_part_only` no other is taken beside it. Without
     `learns` files are not parted.
     """
-    source = RecordSource(
-        path=path, kind="hub", subset=subset, part=part, one_part_only=one_part_only
-    )
+    source = RecordSource(path, "hub", subset, part, one_part_only)
     place = expanded(path).absolute()
     is_file = lines.kind_suffix(place) in _KINDS or place.suffix.lower() in lines.UNPACKED
     is_name = HUB_NAME.fullmatch(path) and not is_file

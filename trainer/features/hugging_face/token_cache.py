@@ -56,8 +56,8 @@ def cached_records(
     (the one that is trained on is the first), `other_parts` and columns that are `unread`, `runs`
     of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`, and
     options that are `unused`, each with why; of `pairs` what was found, and the `pair_rule`;
-    without labels also how many records each part has, `num_records`, and `left_out`, by part the
-    rows that are no samples, each with why.
+    how many records each part has, `num_records`; and without labels `left_out`, by part the rows
+    that are no samples, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
     loaded, state = None, source.digest
@@ -98,8 +98,10 @@ def cached_records(
                 taken = _at_most(options.max_samples, own)
                 counts[part] = written.add_part(part, records.select(taken), rows[part][taken])
         written.check(sum(counts.values()))
-        facts |= {"format": form.name, "columns": form.columns, "kinds": written.kinds}
         facts |= {
+            "format": form.name,
+            "columns": form.columns,
+            "kinds": written.kinds,
             "runs": written.runs,
             "counts": counts,
             "other_parts": others,
@@ -109,10 +111,9 @@ def cached_records(
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
             "kept": options.filter_by and [sum(map(len, rows.values())), sum(num_records.values())],
             "unused": _unused(encoder, first),
+            "num_records": num_records,
+            "left_out": {} if options.learns else written.left_out,
         }
-        if not options.learns:
-            facts["num_records"] = num_records
-            facts["left_out"] = written.left_out
         return written.bad, facts
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
