@@ -205,7 +205,7 @@ def _typed_roles(
     roles = dict.fromkeys(chain.from_iterable(usual for _, usual in formats))
     for role, column in typed.items():
         if column is None:  # the key is a column, and no role
-            text, names = f"data.columns={{{role}:null}}", [role]
+            text, names = f"data.columns={{{role}:null}}", columns_in(role)
             readable = [each for each in readable if each != role]
         else:
             shown, names = column if isinstance(column, str) else [*column], columns_in(column)

@@ -77,19 +77,14 @@ class Lora(ModelTransform):
                 convert(kind, value)
             except ValidationError as error:
                 raise ConfigError(value_fault(f"adapter.{name}", hints[name], value)) from error
-        layers = target_modules
-        if not isinstance(layers, str):
-            layers = list(layers)
-        whole: list[str] | None = None
-        if modules_to_save:
-            whole = list(modules_to_save)
+        layers = target_modules if isinstance(target_modules, str) else [*target_modules]
         try:
             self._config = LoraConfig(
                 r=r,
                 lora_alpha=lora_alpha,
                 lora_dropout=lora_dropout,
                 target_modules=layers,
-                modules_to_save=whole,
+                modules_to_save=[*modules_to_save] if modules_to_save else None,
                 **others,
             )
         except (TypeError, ValueError, ImportError) as error:

@@ -39,10 +39,8 @@ def record_rows(
             cut = int(np.count_nonzero(lengths >= max_length))
     columns = list[str]()
     for role, column in known["columns"].items():
-        if column == role:
-            columns.append(role)
-        else:
-            columns.append(f"{role}: {' and '.join(columns_in(column))}")
+        place = f"{role}: {' and '.join(columns_in(column))}"
+        columns.append(role if column == role else place)
     count, (divided, answers) = sum(dropped.values()), known["divided"]
     text = join_parts(
         f"{kind} ({', '.join(columns)})",

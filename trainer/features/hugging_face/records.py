@@ -28,11 +28,9 @@ from trainer.data import lines
 from trainer.data.files import OTHER, Listing, files_at, progress, reading
 from trainer.data.split import HELD_OUT_NAMES, TRAIN
 from trainer.features.hugging_face.model_folder import not_found
+from trainer.features.hugging_face.task import WORDS
 
-_KINDS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), "json"),
-    **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
-}
+_KINDS: Mapping[str, str] = WORDS["files"]
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 _PART = re.compile(rf"(?<![a-z])({TRAIN}|{'|'.join(HELD_OUT_NAMES)})(?![a-z])")
 _HASHED_BYTES = 2**30
