@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -66,24 +66,26 @@ def messages_in(
                 yield column, message
 
 
-def answer_options(encoder: encode.RecordEncoder, first: Iterable[Any]) -> Collection[str]:
-    """Name the options of `OF_ANSWERS` that count for records of which these are the first."""
+def unused_options(encoder: encode.RecordEncoder, first: Iterable[Any]) -> dict[str, str]:
+    """Say of options that were typed and do nothing what they are for, by the first records."""
     form, is_chat = encoder.format.name, has_template(encoder.tokenizer, encoder.options)
     if form == "prompt and completion":
         is_chat = any(messages_in(encoder.format, first, "completion"))
-    names = set[str]()
-    if form in {"chat", "prompt and completion", "instruction"}:
+    used, is_learned = set[str](), form in {"chat", "prompt and completion", "instruction"}
+    if is_learned:
         of_loss = "assistant_only_loss"
         if not is_chat or form == "prompt and completion":
             of_loss = "completion_only_loss"
-        names |= {of_loss, *["answers"] * (is_chat and encoder.options[of_loss])}
-    elif form not in {"preference", "comparison"}:
-        return names
-    if is_chat:
-        names |= {"chat_template", "chat_template_kwargs"}
-    if encoder.overlong == "cut":
-        names.add("truncation")
-    return names
+        used |= {of_loss, *["answers"] * (is_chat and encoder.options[of_loss])}
+    if is_learned or form in {"preference", "comparison"}:
+        used |= {*["chat_template", "chat_template_kwargs"] * is_chat}
+        used |= {*["truncation"] * (encoder.overlong == "cut")}
+    these = f"and these records are {form} under data.overlong={encoder.overlong}"
+    unused = dict[str, str]()
+    for name, (default, purpose) in encode.OF_ANSWERS.items():
+        if encoder.options[name] != default and name not in used:
+            unused[name] = f"{purpose}, {these}"
+    return unused
 
 
 def answer_fields(

@@ -24,9 +24,7 @@ def label_fields(
     encoder: RecordEncoder, record: RoleValues, labels: Labels | None = None
 ) -> RecordFields:
     """Encode a text, or a pair, with its label where labels are known."""
-    texts = [text_of(record, "text")]
-    if "text_pair" in record:
-        texts.append(text_of(record, "text_pair"))
+    texts = [text_of(record, role) for role in ("text", "text_pair") if role in record]
     label = dict[str, Any]()
     if labels is not None:
         label[LABELS] = labels.value(record["label"])

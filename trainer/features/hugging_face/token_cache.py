@@ -110,7 +110,7 @@ def cached_records(
             "overlong": encoder.overlong,
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
             "kept": options.filter_by and [sum(map(len, rows.values())), sum(num_records.values())],
-            "unused": _unused(encoder, first),
+            "unused": chat_encoder.unused_options(encoder, first),
             "num_records": num_records,
             "left_out": {} if options.learns else written.left_out,
         }
@@ -143,17 +143,6 @@ def _recognised(
         return as_trained(place, columns, options.trained_format, options.columns, filtered)
     typed, how = options.columns, {"learns": options.learns, "of_pairs": options.of_pairs}
     return recognise(place, columns, options.task, typed, filtered, **how)
-
-
-def _unused(encoder: encode.RecordEncoder, first: Sequence[Any]) -> dict[str, str]:
-    """Say of options that were typed and do nothing what they are for, by the first records."""
-    used = chat_encoder.answer_options(encoder, first)
-    these = f"and these records are {encoder.format.name} under data.overlong={encoder.overlong}"
-    unused = dict[str, str]()
-    for name, (default, purpose) in encode.OF_ANSWERS.items():
-        if encoder.options[name] != default and name not in used:
-            unused[name] = f"{purpose}, {these}"
-    return unused
 
 
 def _at_most(most: int | None, rows: Sequence[int]) -> IntArray:
