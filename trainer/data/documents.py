@@ -182,7 +182,8 @@ def kinds_of(fields: Mapping[str, Any]) -> dict[str, SampleKind]:
         if array.ndim > 1:
             kinds[name] = len(array)
         elif array.ndim == 1:
-            kinds[name] = "reals" if array.dtype.kind == "f" else "ids"
+            # An empty list has the dtype of real numbers.
+            kinds[name] = "reals" if array.dtype.kind == "f" and array.size else "ids"
         elif array.dtype.kind == "f":
             kinds[name] = "real"
         else:

@@ -28,7 +28,7 @@ UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstandard"}
 """Modules that unpack files, by their suffix."""
 
 FAULT_COLUMN = "why the row cannot be read"
-"""Where what is wrong with a row of CSV that was kept stands beside its cells."""
+"""Where what is wrong with a row of CSV stands beside its cells."""
 
 _BINARY_HEAD = 2**13
 """A file with a NUL among its first bytes is no text, as git has it."""
@@ -114,26 +114,22 @@ def csv_separator(file: Path) -> str:
     return chr(max(separators, key=head.count))
 
 
-def csv_rows_of(file: Path, *, keeps_bad: bool = False) -> Iterator[tuple[int, list[str]]]:
+def csv_rows_of(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Give the cells of CSV as they stand, the head first; blank lines are no rows.
 
-    With `keeps_bad` rows for which `row_fault` has words are given, too, in place of a DataError.
+    Rows are given for which `row_fault` has words, too.
     """
     # The limit is the process's; by default it is 128 KiB, less than some texts have.
     csv.field_size_limit(LONGEST_LINE)
     errors = "strict"
     texts = (line.decode(errors=errors) for _, line in lines_of(file))
     found = csv.reader(texts, delimiter=csv_separator(file), strict=True)
-    number, num_names = 1, 0
+    number = 1
     try:
         for row in found:
             if len(row) > 1 or "".join(row).strip():
-                num_names = num_names or len(row)
-                if not keeps_bad and len(row) != num_names:
-                    raise csv.Error(row_fault(row, num_names))
                 yield number, row
-                if keeps_bad:
-                    errors = "surrogateescape"  # of the lines behind the head
+                errors = "surrogateescape"  # of the lines behind the head
             number = found.line_num + 1
     except csv.Error as error:
         raise DataError(f"data: {file}:{number}: not CSV ({error})") from error
@@ -144,7 +140,7 @@ def csv_rows_of(file: Path, *, keeps_bad: bool = False) -> Iterator[tuple[int, l
 
 
 def row_fault(row: list[str], num_names: int) -> str | None:
-    """Say what is wrong with a row of CSV that `keeps_bad` kept; None where nothing is."""
+    """Say what is wrong with a row of CSV; None where nothing is."""
     if len(row) != num_names:
         return f"{plural(len(row), 'cell')}, and {plural(num_names, 'name')} of columns"
     try:
@@ -152,7 +148,7 @@ def row_fault(row: list[str], num_names: int) -> str | None:
     except UnicodeEncodeError as error:
         # A byte that is not UTF-8 was decoded to a character that stands for it.
         byte = ord(error.object[error.start]) - 0xDC00
-        return f"not UTF-8 (byte 0x{byte:02x}); save the file as UTF-8"
+        return f"not UTF-8 (byte 0x{byte:02x}); save the file as UTF-8 (iconv -f latin1 -t utf-8)"
     return None
 
 

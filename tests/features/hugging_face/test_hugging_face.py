@@ -401,6 +401,19 @@ def test_bad_records_are_skipped_counted_and_named(tmp_path):
     assert "records.jsonl:151: the text is of type int" in data.facts().skipped[0]
     with pytest.raises(DataError, match="3 of 152 records are bad"):
         opened(tmp_path, [*records[:149], *records[-1:] * 3], byte_tokenizer(), on_bad="skip")
+    (tmp_path / "a.csv").write_bytes(b"text,id\n" + b"a,1\n" * 200 + b"only\nr\xe9d,2\nb,3\n")
+    data = HuggingFaceData(str(tmp_path / "a.csv"), byte_tokenizer(), on_bad="skip", holdout=0.0)
+    assert [each.rpartition(":")[0][-8:] for each in data.facts().skipped] == [
+        ".csv:202",
+        ".csv:203",
+    ]
+    assert (len(data), data.name_of(200)[-3:]) == (201, "204")
+
+
+def test_a_sample_of_other_fields_than_the_first_is_a_bad_record(tmp_path, words):
+    records = [CHOICES, {**CHOICES, "choices": ["b", "c", "d"]}]
+    with pytest.raises(DataError, match=r"records.jsonl:2: .* another number of choices"):
+        opened(tmp_path, records, words, "multiple_choice")
 
 
 CHOICES = {"question": "a", "choices": ["b", "c"], "answer": 0}

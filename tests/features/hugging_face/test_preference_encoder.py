@@ -1,7 +1,5 @@
 """Pairs of answers become two rows behind one prompt; what is no pair is named, or counted."""
 
-from functools import partial
-
 import pytest
 
 from tests.lib.chats import chat_tokenizer
@@ -24,9 +22,10 @@ def encode(record: dict, *, scores: bool = False, length: int = 100, overlong: s
         tokenizer=chat_tokenizer(),
         max_length=length,
         overlong=overlong,
-        fields_of=partial(preference_fields, options=OPTIONS),
+        fields_of=preference_fields,
+        options=OPTIONS,
     )
-    return encoder.tokenizer, preference_fields(encoder, record, OPTIONS, scores=scores)
+    return encoder.tokenizer, preference_fields(encoder, record, scores=scores)
 
 
 def answers(record: dict) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -14,7 +14,6 @@ from trainer.data.chat import Chat, TokenCounts, encode_prompt, encode_samples
 from trainer.data.collate import LABELS, WEIGHT
 from trainer.data.conversation import (
     ASSISTANT,
-    MESSAGE_WEIGHT,
     READ_KEYS,
     Message,
     normalize_messages,
@@ -22,16 +21,9 @@ from trainer.data.conversation import (
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
 from trainer.features.hugging_face.formats import Format
+from trainer.features.hugging_face.task import WORDS
 from trainer.features.hugging_face.tokenizers import ends_of
 
-_BEGIN = "Below is an instruction that describes a task"
-_ASKED = "Write a response that appropriately completes the request."
-_WITHOUT_INPUT = f"{_BEGIN}. {_ASKED}\n\n### Instruction:\n{{0}}\n\n### Response:\n"
-_WITH_INPUT = (
-    f"{_BEGIN}, paired with an input that provides further context. {_ASKED}\n\n"
-    "### Instruction:\n{0}\n\n### Input:\n{1}\n\n### Response:\n"
-)
-"""What Alpaca was trained on: for tokenizers without a chat template."""
 _REASONING = {"reasoning_content", "thinking", "reasoning"}  # one thing
 # Stands for an answer in a rendered conversation
 _ANSWER = "answer"
@@ -42,14 +34,10 @@ def has_template(tokenizer: Any, options: Mapping[str, Any]) -> bool:  # noqa: A
     return bool(options.get("chat_template") or getattr(tokenizer, "chat_template", None))
 
 
-def unread_by_template(
-    form: Format,
-    records: Iterable[Any],
-    tokenizer: Any,  # noqa: ANN401
-    options: Mapping[str, Any],
-) -> list[str]:
+def unread_by_template(encoder: encode.RecordEncoder, records: Iterable[Any]) -> list[str]:
     """Name keys of the messages of some records, and tools, that the chat template never names."""
-    template = str(options.get("chat_template") or getattr(tokenizer, "chat_template", None))
+    own = getattr(encoder.tokenizer, "chat_template", None)
+    form, template = encoder.format, str(encoder.options["chat_template"] or own)
     found = dict[str, str]()
     if "tools" in form.columns:
         found["tools"] = str(form.columns["tools"])
@@ -77,38 +65,33 @@ def messages_in(
                 yield column, message
 
 
-def weighs_messages(form: Format, records: Iterable[Any]) -> bool:
-    """Whether the messages of any record have a weight that is neither 0 nor 1."""
-    messages = messages_in(form, records, "messages", "completion")
-    return any(message.get(MESSAGE_WEIGHT) not in (None, 0, 1) for _, message in messages)
-
-
-def answer_options(
-    encoder: encode.RecordEncoder, options: Mapping[str, Any], first: Iterable[Any]
-) -> Collection[str]:
-    """Name the options of `OF_ANSWERS` that count for records of which these are the first."""
-    form, is_chat = encoder.format.name, has_template(encoder.tokenizer, options)
+def unused_options(encoder: encode.RecordEncoder, first: Iterable[Any]) -> dict[str, str]:
+    """Say of options that were typed and do nothing what they are for, by the first records."""
+    form, is_chat = encoder.format.name, has_template(encoder.tokenizer, encoder.options)
     if form == "prompt and completion":
         is_chat = any(messages_in(encoder.format, first, "completion"))
-    names = set[str]()
-    if form in {"chat", "prompt and completion", "instruction"}:
+    used, is_learned = set[str](), form in {"chat", "prompt and completion", "instruction"}
+    if is_learned:
         of_loss = "assistant_only_loss"
         if not is_chat or form == "prompt and completion":
             of_loss = "completion_only_loss"
-        names |= {of_loss, *["answers"] * (is_chat and options[of_loss])}
-    elif form not in {"preference", "comparison"}:
-        return names
-    if is_chat:
-        names |= {"chat_template", "chat_template_kwargs"}
-    if encoder.overlong == "cut":
-        names.add("truncation")
-    return names
+        used |= {of_loss, *["answers"] * (is_chat and encoder.options[of_loss])}
+    if is_learned or form in {"preference", "comparison"}:
+        used |= {*["chat_template", "chat_template_kwargs"] * is_chat}
+        used |= {*["truncation"] * (encoder.overlong == "cut")}
+    these = f"and these records are {form} under data.overlong={encoder.overlong}"
+    unused = dict[str, str]()
+    for name, (default, purpose) in encode.OF_ANSWERS.items():
+        if encoder.options[name] != default and name not in used:
+            unused[name] = f"{purpose}, {these}"
+    return unused
 
 
 def answer_fields(
-    encoder: encode.RecordEncoder, record: encode.RoleValues, options: Mapping[str, Any]
+    encoder: encode.RecordEncoder, record: encode.RoleValues
 ) -> list[encode.RecordFields | encode.DroppedError]:
     """Encode what has answers; the loss is on them alone unless the `OF_ANSWERS` say otherwise."""
+    options = encoder.options
     prompt, completion = _parts(record, is_chat=has_template(encoder.tokenizer, options))
     only_answers = options["completion_only_loss"]
     if not isinstance(prompt, str) and "completion" not in record:
@@ -118,29 +101,25 @@ def answer_fields(
         encoder.tokenizer,
         prompt,
         completion,
-        **rendering(record, options),
+        **rendering(encoder, record),
         learns_all=not only_answers,
         answers=options["answers"],
     ):
         try:
-            found.append(fitted(encoder, encoded, options))
+            found.append(fitted(encoder, encoded))
         except encode.DroppedError as error:
             found.append(error)
     return found
 
 
-def rendering(record: encode.RoleValues, options: Mapping[str, Any]) -> dict[str, Any]:
+def rendering(encoder: encode.RecordEncoder, record: encode.RoleValues) -> dict[str, Any]:
     """Give what a conversation is rendered with."""
     names = "chat_template", "chat_template_kwargs"
-    return {"tools": record.get("tools"), **{name: options[name] for name in names}}
+    return {"tools": record.get("tools"), **{name: encoder.options[name] for name in names}}
 
 
 def fitted(
-    encoder: encode.RecordEncoder,
-    encoded: TokenCounts,
-    options: Mapping[str, Any],
-    *,
-    learns: bool = True,
+    encoder: encode.RecordEncoder, encoded: TokenCounts, *, learns: bool = True
 ) -> encode.RecordFields:
     """Shorten a sample that is too long, or drop it, as one that `learns` and has no loss term."""
     ids, counts = np.array(encoded[0]), np.array(encoded[1], dtype=np.float32)
@@ -148,7 +127,7 @@ def fitted(
         if encoder.overlong == "drop":
             raise encode.DroppedError(encode.LONGER)
         rest = slice(-encoder.max_length, None)
-        if options["truncation"] == "right":
+        if encoder.options["truncation"] == "right":
             rest = slice(encoder.max_length)
         ids, counts = ids[rest], counts[rest]
     # The first token is never predicted
@@ -158,11 +137,9 @@ def fitted(
     return {**fields, WEIGHT: counts} if encoder.weighs else fields
 
 
-def prompt_fields(
-    encoder: encode.RecordEncoder, record: encode.RoleValues, options: Mapping[str, Any]
-) -> encode.RecordFields:
+def prompt_fields(encoder: encode.RecordEncoder, record: encode.RoleValues) -> encode.RecordFields:
     """Encode what is asked, for the model to answer it; a last answer is no part of it."""
-    is_chat = has_template(encoder.tokenizer, options)
+    is_chat = has_template(encoder.tokenizer, encoder.options)
     if "prompt" in record:
         prompt = text_or_messages(record["prompt"])
     elif "messages" in record:
@@ -177,7 +154,7 @@ def prompt_fields(
             prompt = whole[:-1]
     if not prompt:
         raise ValueError("it asks nothing")
-    ids = encode_prompt(encoder.tokenizer, prompt, **rendering(record, options))
+    ids = encode_prompt(encoder.tokenizer, prompt, **rendering(encoder, record))
     if len(ids) >= encoder.max_length:
         raise encode.DroppedError(f"{len(ids)} tokens, which leave no room for an answer")
     return {INPUT_IDS: ids}
@@ -199,14 +176,14 @@ def _parts(
         return text_or_messages(record["prompt"]), text_or_messages(record["completion"])
     # An instruction is one turn of a chat, or as Alpaca wrote it.
     asked, answer = encode.text_of(record, "instruction"), encode.text_of(record, "output")
-    more, template = record.get("input"), _WITHOUT_INPUT
     # Alpaca's files have an empty text where there is none
-    if more:
-        template = _WITH_INPUT
+    more = record.get("input")
     if not is_chat:
         if begin:
             raise ValueError("its system needs a chat template; type data.chat_template=FILE")
-        return template.format(asked, more), answer
+        return WORDS["alpaca"]["with_input" if more else "without_input"].format(
+            asked, more
+        ), answer
     if more:
         asked = f"{asked}\n\n{more}"
     turns = {"role": "user", "content": asked}, {"role": "assistant", "content": answer}
@@ -246,7 +223,7 @@ def prompt_tokens(
         ids = tokenizer(text, verbose=False)[INPUT_IDS]
     else:
         if form == "instruction":
-            text = _WITHOUT_INPUT.format(text)
+            text = WORDS["alpaca"]["without_input"].format(text)
         found = tokenizer(text, add_special_tokens=False, verbose=False)[INPUT_IDS]
         ids = [*ends_of(tokenizer, is_causal=True).prefix, *found]
     # A tokenizer may have no end-of-text token.

@@ -12,18 +12,24 @@ from typing import Any, final
 
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
+from trainer.data.conversation import MESSAGE_WEIGHT
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders, pair_encoder
-from trainer.features.hugging_face.formats import Column, Format, columns_in
+from trainer.features.hugging_face.formats import Column, Format, column_value, columns_in
 from trainer.features.hugging_face.labels import Labels, find_labels, find_several, labels_in
 from trainer.features.hugging_face.preference_encoder import preference_fields, prompt_of
 from trainer.features.hugging_face.records import RecordSource
 from trainer.features.hugging_face.task import TASKS
 from trainer.features.hugging_face.tokenizers import ends_of
 
-OVERLONG: Mapping[str, Overlong] = {
-    **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
-    **{"preference": "drop", "comparison": "drop"},
+_OF_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "chat": chat_encoder.answer_fields,
+    "prompt and completion": chat_encoder.answer_fields,
+    "instruction": chat_encoder.answer_fields,
+    "preference": preference_fields,
+    "comparison": partial(preference_fields, scores=True),
 }
+"""What encodes the formats of answers."""
+OVERLONG: Mapping[str, Overlong] = {"text": "chunk", **dict.fromkeys(_OF_ANSWERS, "drop")}
 """What becomes of longer records where nobody says; of all others the head is kept."""
 GROUP_OF: Mapping[str, Callable[[encode.RoleValues], Any]] = {
     **{"pair": itemgetter("anchor"), "preference": prompt_of, "comparison": prompt_of}
@@ -31,6 +37,7 @@ GROUP_OF: Mapping[str, Callable[[encode.RoleValues], Any]] = {
 """By format, what records share that are held out together; of all others their ids."""
 _WITHOUT_CLASSES = {
     "span": label_encoders.span_fields,
+    "choices": label_encoders.choice_fields,
     "source and target": label_encoders.target_fields,
 }
 
@@ -82,18 +89,19 @@ def fields_of(
             f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
             "divided; use drop or cut"
         )
-    if form.name in OVERLONG:
-        return _encodes_answers(form, options)
-    if form.name == "choices":
-        count = _num_choices(form, records_of_parts(source, parts))
-        return partial(label_encoders.choice_fields, num_choices=count), {}
+    if form.name in _OF_ANSWERS:
+        encode_answers, scores = _OF_ANSWERS[form.name], form.name == "comparison"
+        if not (options.learns or scores):
+            encode_answers = chat_encoder.prompt_fields
+        facts: dict[str, Any] = {"num_classes": 1} if scores else {}
+        return encode_answers, facts
     if form.name == "pair":
         classes = _stated(parts, form.columns.get("label")) or ()
         columns = {role: str(column) for role, column in form.columns.items()}
         place, records = f"data.path={source.path}", _by_role(source, parts, form)
         pairs = pair_encoder.look_at_pairs(place, columns, classes, records, options.pair_rule)
         return pairs, {"pairs": pairs.text, "pair_rule": pairs.rule, "rows": pairs.rows}
-    if form.name not in {"label", "tags"}:
+    if form.name in _WITHOUT_CLASSES:
         return _WITHOUT_CLASSES[form.name], {}
     encode_record: Any = label_encoders.label_fields
     if form.name == "tags":
@@ -101,61 +109,51 @@ def fields_of(
         encode_record = partial(label_encoders.tag_fields, space=space)
     if not options.learns:
         return partial(encode_record, labels=None), {}
-    of_words = form.name == "tags"
-    labels = _labels(source, parts, form.columns[form.name], options, of_words=of_words)
-    facts: dict[str, Any] = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
-    facts |= {"label_kind": labels.kind, "are_whole": labels.are_whole}
-    return partial(encode_record, labels=labels), facts
-
-
-def _encodes_answers(
-    form: Format, options: EncodeOptions
-) -> tuple[encode.FieldsOf, dict[str, Any]]:
-    """Choose what encodes answers, pairs of them, or prompts alone."""
-    facts = dict[str, Any]()
-    encode_record: Callable[..., Any] = chat_encoder.answer_fields
-    if form.name == "comparison":
-        encode_record, facts = partial(preference_fields, scores=True), {"num_classes": 1}
-    elif not options.learns:
-        encode_record = chat_encoder.prompt_fields
-    elif form.name == "preference":
-        encode_record = preference_fields
-    return partial(encode_record, options=options.of_answers), facts
+    labels = _labels(source, parts, form, options)
+    return partial(encode_record, labels=labels), {
+        "num_classes": labels.num_classes or 1,
+        "label_names": labels.names,
+        "label_kind": labels.kind,
+        "are_whole": labels.are_whole,
+    }
 
 
 def weighs_samples(
     source: RecordSource, parts: Mapping[str, Any], form: Format, options: EncodeOptions
 ) -> bool:
     """Whether records, or their messages, say how often they count."""
-    if not options.learns:
+    if "weight" in form.columns or not options.learns:
+        return options.learns
+    if form.name not in {"chat", "prompt and completion"} or source.kind == "csv":
         return False
-    has_messages = form.name in {"chat", "prompt and completion"} and source.kind != "csv"
-    records = records_of_parts(source, parts) if has_messages else iter(())
-    return "weight" in form.columns or chat_encoder.weighs_messages(form, records)
+    records = records_of_parts(source, parts)
+    messages = chat_encoder.messages_in(form, records, "messages", "completion")
+    # Of 0 and 1 the labels say it.
+    return any(message.get(MESSAGE_WEIGHT) not in (None, 0, 1) for _, message in messages)
 
 
 def _labels(
-    source: RecordSource,
-    parts: Mapping[str, Any],
-    column: str | Sequence[str],
-    options: EncodeOptions,
-    *,
-    of_words: bool,
+    source: RecordSource, parts: Mapping[str, Any], form: Format, options: EncodeOptions
 ) -> Labels:
-    """Find the classes of all labels in a column, or in several; `of_words` are lists of one."""
+    """Find the classes of all labels in a column, or in several."""
+    column = form.columns[form.name]
     try:
-        values = label_encoders.read_labels(records_of_parts(source, parts), column)
+        # A bad record is named where it is encoded.
+        values: Iterator[Any] = (
+            None if isinstance(record, ValueError) else column_value(record, column)
+            for record in records_of_parts(source, parts)
+        )
         # Most of the first ones say it.
-        first = islice((each for each in values if each is not None), 1000)
-        are_lists = [isinstance(each, list) for each in first]
+        first = [*islice(values, 1000)]
+        are_lists = [isinstance(each, list) for each in first if each is not None]
         is_list = sum(are_lists) > len(are_lists) / 2
-        values = label_encoders.read_labels(records_of_parts(source, parts), column)
+        values = chain(first, values)
         names = options.label_names or options.model_labels
         # Cells of CSV are all text.
         if source.kind == "csv" and not is_list:
             values = labels_in(values, names)
         how = (_stated(parts, column), options.model_labels, options.label_names)
-        if is_list and not of_words:
+        if is_list and form.name != "tags":
             columns = () if isinstance(column, str) else tuple(column)
             return find_several(values, *how, columns=columns)
         if options.of_numbers:
@@ -187,14 +185,6 @@ def _by_role(
                 with suppress(ValueError):
                     values = form.take(record)
             yield part, row, values
-
-
-def _num_choices(form: Format, records: Iterator[Any]) -> int:
-    """Count the choices of the first record that is sound; bad ones are named later."""
-    for record in records:
-        with suppress(Exception):
-            return len(label_encoders.choices_of(form.take(record))[1])
-    return 0
 
 
 def records_of_parts(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:

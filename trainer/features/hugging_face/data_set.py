@@ -38,26 +38,10 @@ DEFAULT_LENGTH = 1024
 class HuggingFaceData(TwoSides):
     """Records of a file, a folder or the hub, tokenised once into a cache.
 
-    What a record becomes depends on its columns and on what the model is made for:
-
-    * `text`: a document, with the special tokens of the tokenizer around it; it ends with EOS for
-      a causal model, and a masked model's samples have them around each.
-    * `messages` (`role`, `content`; `tools`, `system`), `conversations` (`from`, `value`), `prompt`
-      and `completion` (texts or messages), `instruction`, `input` and `output`: what a causal
-      model learns, with -100 in `labels` where a token is no loss term.
-    * `text` or a pair such as `premise` and `hypothesis`, and `label`: a number, a word, or a
-      `ClassLabel`; real numbers are for a regression.
-    * `tokens` and `tags`: a label for the first piece of each word, -100 elsewhere.
-    * `question`, `context`, `answers`: `start_positions` and `end_positions`.
-    * `sent1`, `sent2`, `ending0` to `ending3`, `label`, or `question`, `choices`, `answer`:
-      `(choices, time)`.
-    * `anchor` and `positive`, or `query` and `document`, for an embedding: `(2, time)`. Both texts
-      are computed, as long as the longer one, so the length of the sample is twice that. Behind
-      them stand hard negatives, of `negative`, or of labels such as those of NLI; `score` is a
-      field, and `id`, `anchor_id` and `positive_id` are digests.
-    * `chosen` and `rejected`, with a `prompt` or one that both begin with: `(2, time)`, a row each;
-      for a causal model `labels` are the answers, for a classifier a `margin` may stand beside.
-    * `source` and `target`, or `document` and `summary`: `labels` of a length of their own.
+    What a record becomes depends on its columns, and on what the model is made for:
+    `conf/hugging_face.yaml` has the columns of each format, and the encoders say what they give.
+    Labels are -100 where a token is no loss term. Choices, pairs of texts and pairs of answers are
+    `(rows, time)`, and as long as all of their rows, padded to the longest.
 
     Records are held out by their ids, so that copies of one, and all samples of a document, stay
     on one side; so do pairs with one first text, and answers to one prompt. A source that brings

@@ -25,6 +25,7 @@ from trainer.data.lines import FAULT_COLUMN, json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face.formats import Format
+from trainer.features.hugging_face.task import WORDS
 from trainer.features.hugging_face.tokenizers import pad_token_of
 
 MANY_RECORDS = 10_000
@@ -35,14 +36,7 @@ TYPE_IDS = "token_type_ids"
 LONGER = "longer than data.max_length"
 """Why records are dropped that are too long."""
 
-OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
-    "truncation": ("right", "is for conversations and completions that data.overlong=cut shortens"),
-    "answers": ("all", "is for conversations of which the answers are learned"),
-    "assistant_only_loss": (True, "is for conversations"),
-    "completion_only_loss": (True, "is for prompts with completions"),
-    "chat_template": (None, "is for conversations"),
-    "chat_template_kwargs": ({}, "is for conversations, by a chat template"),
-}
+OF_ANSWERS: Mapping[str, tuple[Any, str]] = WORDS["of_answers"]
 """Options that not all records have a use for: the default of each, and what it is for."""
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -83,31 +77,30 @@ class RecordEncoder:
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
     fields_of: FieldsOf
+    options: Mapping[str, Any]  # by the names of `OF_ANSWERS`
     # Gives what copies share in place of their ids, if anything
     group_of: Callable[[RoleValues], Any] | None = None
     weighs: bool = False  # whether samples say how often they count
 
-    def encode(
-        self, record: Mapping[str, Any] | ValueError
-    ) -> list[Encoded | DroppedError] | ValueError:
-        """Encode a record as it was read, or say why it is no sample."""
+    def encode(self, record: Mapping[str, Any] | ValueError) -> list[Encoded | ValueError]:
+        """Encode a record as it was read; a ValueError says why it is no sample."""
         if isinstance(record, ValueError):
-            return record
+            return [record]
         try:
             values = self.format.take(record)
             fields = self.fields_of(self, values)
             often = 1.0 if values.get(WEIGHT) is None else number_of(values, WEIGHT, least=0)
         except (TrainError, MemoryError):
             raise
+        except DroppedError as error:
+            return [error]
         except ValueError as error:
-            if isinstance(error, DroppedError):
-                return error
-            return ValueError(str(error))
+            return [ValueError(str(error))]
         except Exception as error:  # whatever a record holds
             text = " ".join(str(error).split())
-            return ValueError(f"cannot be encoded ({type(error).__name__}: {text})")
+            return [ValueError(f"cannot be encoded ({type(error).__name__}: {text})")]
         several = fields if isinstance(fields, list) else [fields]
-        group, found = b"", list[Encoded | DroppedError]()
+        group, found = b"", list[Encoded | ValueError]()
         for each in reversed(several):
             if isinstance(each, DroppedError):
                 found.append(each)
@@ -130,7 +123,7 @@ class RecordEncoder:
         with quiet():
             return [*map(self.encode, records_of(batch, is_json=self.is_json))]
 
-    def run(self, records: Any) -> Generator[list[Encoded | DroppedError] | ValueError]:  # noqa: ANN401
+    def run(self, records: Any) -> Generator[list[Encoded | ValueError]]:  # noqa: ANN401
         """Encode a `datasets.Dataset` in its order, in as many processes as pay."""
         num_cores = os.cpu_count() or 1
         if sys.platform == "linux":

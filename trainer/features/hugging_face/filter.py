@@ -3,82 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from trainer.config.messages import did_you_mean_name, show
+from trainer.config.messages import did_you_mean_name, first_of, show
 from trainer.core.errors import DataError
 from trainer.features.hugging_face import encode
+from trainer.features.hugging_face.choose_encoder import records_of_parts
+from trainer.features.hugging_face.records import RecordSource
 from trainer.plan.cut import IntArray
 
-_MOST_VALUES = 1000
-"""Values of a column that are noted, for a message."""
-_SHOWN = 10
-
-
-def values_by_column(typed: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Give the values that are kept of each column, as what they are compared by."""
-    found = dict[str, list[Any]]()
-    for column, value in typed.items():
-        found[column] = [*map(_compared, value if isinstance(value, list | tuple) else [value])]
-    return found
+_COMPARED_WITH = 1000
+"""Values of a column that one which no record has is compared with, for a message."""
 
 
 def selected_rows(
-    place: str, parts: Mapping[str, Any], filter_by: Mapping[str, Sequence[Any]], *, is_json: bool
+    source: RecordSource, parts: Mapping[str, Any], filter_by: Mapping[str, Any]
 ) -> dict[str, IntArray]:
     """Give the rows of each part that have one of the values in every column.
 
     A DataError names a column that is not there, or a value that no record has. A record that
     cannot be read is kept, and named where it is encoded.
     """
-    found, names = dict[str, IntArray](), dict[str, None]()
-    seen: dict[str, dict[Any, None]] = {column: {} for column in filter_by}
+    wanted, found, names = dict[str, list[Any]](), dict[str, IntArray](), dict[str, None]()
+    for column, value in filter_by.items():
+        wanted[column] = [*map(_compared, value if isinstance(value, list | tuple) else [value])]
+    seen: dict[str, dict[Any, None]] = {column: {} for column in wanted}
     for part, records in parts.items():
-        rows, row = list[int](), 0
-        for batch in records.iter(1000):
-            for record in encode.records_of(batch, is_json=is_json):
-                if isinstance(record, Mapping):
-                    names |= dict.fromkeys(record)
-                if _has_values(record, filter_by, seen):
-                    rows.append(row)
-                row += 1
+        rows = list[int]()
+        for row, record in enumerate(records_of_parts(source, {part: records})):
+            keeps = True
+            if isinstance(record, Mapping):
+                names |= dict.fromkeys(record)
+                for column, values in wanted.items():
+                    value = _compared(record.get(column))
+                    seen[column][value] = None
+                    keeps &= value in values
+            if keeps:
+                rows.append(row)
         found[part] = np.array(rows, dtype=np.int64)
-    for column, values in filter_by.items():
+    for column, values in wanted.items():
         if column not in names:
             near = did_you_mean_name(column, names)
             text = f"no such column.{near} There are {', '.join(names)}"
             raise DataError(f"data.filter={{{column}: {show(values[0])}}}: {text}")
-        _refuse_absent(place, column, values, [*seen[column]])
+        _refuse_absent(source.path, column, values, seen[column])
     if not any(map(len, found.values())):
-        raise DataError(f"{place}: data.filter keeps no record: none has all of these values")
+        text = "data.filter keeps no record: none has all of these values"
+        raise DataError(f"data.path={source.path}: {text}")
     return found
 
 
-def _refuse_absent(place: str, column: str, values: Sequence[Any], known: Sequence[Any]) -> None:
+def _refuse_absent(
+    path: str, column: str, values: Sequence[Any], known: Mapping[Any, None]
+) -> None:
     """Refuse a value that no record has in a column."""
-    words = [*map(str, known)]
     for value in values:
         if value not in known:
-            near, path = did_you_mean_name(str(value), words), place.partition("=")[2]
-            some = ", ".join(words[:_SHOWN]) + ", ..." * (len(words) > _SHOWN)
-            text = f"no record of {path} has it.{near} There are {some}"
+            words = [*map(str, islice(known, _COMPARED_WITH))]
+            near = did_you_mean_name(str(value), words)
+            text = f"no record of {path} has it.{near} There are {first_of(words)}"
             raise DataError(f"data.filter={{{column}: {show(value)}}}: {text}")
-
-
-def _has_values(
-    record: object, filter_by: Mapping[str, Sequence[Any]], seen: Mapping[str, dict[Any, None]]
-) -> bool:
-    if not isinstance(record, Mapping):
-        return True
-    has_values = True
-    for column, values in filter_by.items():
-        value = _compared(record.get(column))
-        if len(seen[column]) < _MOST_VALUES or value in values:
-            seen[column][value] = None
-        has_values &= value in values
-    return has_values
 
 
 def _compared(value: Any) -> Any:  # noqa: ANN401 - any JSON

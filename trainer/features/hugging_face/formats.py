@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
@@ -18,7 +18,9 @@ from trainer.features.hugging_face.task import TASKS, WORDS
 
 _FORMATS: Mapping[str, Mapping[str, Any]] = WORDS["formats"]
 Column = str | Sequence[str] | None
-_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight")
+Columns = Mapping[str, str | Sequence[str]]
+"""Columns by role; of labels several, maybe."""
+_WEIGHTS: Sequence[str] = WORDS["weights"]
 
 
 @final
@@ -27,7 +29,7 @@ class Format:
     """What the records of a data set hold."""
 
     name: str
-    columns: Mapping[str, str | Sequence[str]]  # by role; of labels several, maybe
+    columns: Columns
     unread: Sequence[str] = ()  # the other columns
 
     def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,13 +72,10 @@ def recognise(
     `filtered` by. Without `learns` what is learned is not read, and need not be there. Unless
     `of_pairs`, a format of pairs of answers is the last that is tried.
     """
-    if not learns:
-        typed = _without_learned(typed or {}, columns, task)
-    readable, named = _typed_roles(typed or {}, columns)
     formats = [*_usual(task, learns=learns)]
     if not of_pairs:
         formats.sort(key=lambda each: "rejected" in each[1])
-    _check_typed(named, columns, task, formats)
+    readable, named = _typed_roles(typed or {}, columns, task, formats)
     for name, usual in formats:
         found = _roles_in(readable, name, usual, named, learns=learns)
         # All that the format cannot do without, and all that was typed: a role of another
@@ -97,12 +96,7 @@ def recognise(
 
 
 def _roles_in(
-    readable: Collection[str],
-    name: str,
-    usual: Mapping[str, str],
-    named: Mapping[str, str | Sequence[str]],
-    *,
-    learns: bool,
+    readable: Collection[str], name: str, usual: Columns, named: Columns, *, learns: bool
 ) -> dict[str, str | Sequence[str]]:
     """Give the columns that are there by role."""
     found, optional = dict[str, str | Sequence[str]](), _optional(name)
@@ -121,7 +115,7 @@ def _roles_in(
     return found
 
 
-def _wanted(formats: Sequence[tuple[str, Collection[str]]]) -> list[list[str]]:
+def _wanted(formats: Iterable[tuple[str, Columns]]) -> list[list[str]]:
     """Give the columns that each format cannot do without, once each."""
     found = list[list[str]]()
     for name, usual in formats:
@@ -144,7 +138,7 @@ def as_trained(
     stand in their place.
     """
     name, found = str(trained["name"]), dict[str, str | Sequence[str]]()
-    learned, words = _learned(name, trained["columns"]), _FORMATS.get(name, {})
+    learned, words = _learned(name, trained["columns"]), _FORMATS[name]
     optional = {*_optional(name), *words.get("asked_beside", ()), *words.get("spared", ())}
     roles = dict.fromkeys((*trained["columns"], *optional))
     for role in learned:
@@ -154,15 +148,11 @@ def as_trained(
         column = typed.get(role) or usual
         if column is not None and {*columns_in(column)} <= {*columns}:
             found[role] = column
-        elif typed.get(role) not in {None, usual}:
-            raise ConfigError(
-                f"data.columns={{{role}: {column}}}: {_no_column(str(column), columns)}"
-            )
-        elif role not in optional:
+        elif role not in optional or typed.get(role) not in {None, usual}:
             near = did_you_mean_name(str(column), columns)
             example = next(iter(near_names(str(column), columns)), "NAME")
             raise DataError(
-                f"{place}: the run read {role} from column {column!r}, and there are "
+                f"{place}: {role} is read from column {column!r}, and there are "
                 f"{', '.join(columns) or 'none'}.{near} Type {_as_typed({role: example})}"
             )
     for role, column in typed.items():
@@ -174,23 +164,8 @@ def as_trained(
     return Format(name, found, unread)
 
 
-def _without_learned(
-    typed: Mapping[str, Column], columns: Collection[str], task: Task
-) -> dict[str, Column]:
-    """Leave out what a run typed of columns that need not be there any more."""
-    found, learned = dict[str, Column](), list[str]()
-    for name in TASKS[task].formats:
-        learned += _learned(name)
-    for key, column in typed.items():
-        if key not in learned and (column is not None or key in columns):
-            found[key] = column
-    return found
-
-
 def _example(
-    wanted: Sequence[Sequence[str]],
-    columns: Collection[str],
-    named: Mapping[str, str | Sequence[str]],
+    wanted: Sequence[Sequence[str]], columns: Collection[str], named: Columns
 ) -> dict[str, str | Sequence[str]]:
     """Give a mapping of the fewest roles to columns, a text among them where there may be one."""
     roles = min(wanted, key=lambda needed: ("text" not in needed, len(needed)))
@@ -205,7 +180,7 @@ def _example(
     return found
 
 
-def _as_typed(roles: Mapping[str, str | Sequence[str]]) -> str:
+def _as_typed(roles: Columns) -> str:
     """Write columns by role as they are typed in a shell."""
     pairs = list[str]()
     for role, column in roles.items():
@@ -220,21 +195,36 @@ def _as_typed(roles: Mapping[str, str | Sequence[str]]) -> str:
 
 
 def _typed_roles(
-    typed: Mapping[str, Column], columns: Collection[str]
-) -> tuple[Collection[str], Mapping[str, str | Sequence[str]]]:
+    typed: Mapping[str, Column],
+    columns: Collection[str],
+    task: Task,
+    formats: Iterable[tuple[str, Columns]],
+) -> tuple[Collection[str], Columns]:
     """Part what was typed: gives the columns that are not left out, and columns by role."""
     readable, named = [*columns], dict[str, str | Sequence[str]]()
-    for key, value in typed.items():
-        if value is not None:
-            named[key] = value
-        elif key in columns:  # the key is a column, and no role
-            readable.remove(key)
+    roles = dict.fromkeys(chain.from_iterable(usual for _, usual in formats))
+    for role, column in typed.items():
+        if column is None:  # the key is a column, and no role
+            text, names = f"data.columns={{{role}:null}}", columns_in(role)
+            readable = [each for each in readable if each != role]
         else:
-            raise ConfigError(f"data.columns={{{key}:null}}: {_no_column(key, columns)}")
+            shown, names = column if isinstance(column, str) else [*column], columns_in(column)
+            text, named[role] = f"data.columns={{{role}: {shown}}}", column
+            if role not in roles:
+                near, known = did_you_mean_name(role, roles), ", ".join(roles)
+                raise ConfigError(f"{text}: no such role.{near} For {task} there are {known}")
+            takes_several = role == "label" and "label" in dict(formats)
+            if not isinstance(column, str) and not takes_several:
+                raise ConfigError(f"{text}: {role} is read from one column; name one")
+        for name in names:
+            if name not in columns:
+                near = did_you_mean_name(name, columns)
+                known = ", ".join(columns)
+                raise ConfigError(f"{text}: no such column.{near} There are {known}")
     return readable, named
 
 
-def _unread(columns: Collection[str], found: Mapping[str, str | Sequence[str]]) -> list[str]:
+def _unread(columns: Collection[str], found: Columns) -> list[str]:
     """List the columns that no role is read from."""
     read = {*chain.from_iterable(map(columns_in, found.values()))}
     return [column for column in columns if column not in read]
@@ -261,7 +251,7 @@ def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bo
 
 def _learned(name: str, trained: Collection[str] = ()) -> Collection[str]:
     """Name the roles of what is learned, by a run that read those that are `trained`."""
-    words = _FORMATS.get(name, {})
+    words = _FORMATS[name]
     found = [role for role in trained if _is_repeated(name, role)]
     for role in words.get("learned", ()):
         if words.get("asked_beside", {}).get(role) not in {*trained}:
@@ -271,17 +261,17 @@ def _learned(name: str, trained: Collection[str] = ()) -> Collection[str]:
 
 def _is_repeated(name: str, column: str) -> bool:
     """Whether a column is one more of a role that may have several, as `negative_1`."""
-    role: str | None = _FORMATS.get(name, {}).get("repeated")
+    role: str | None = _FORMATS[name].get("repeated")
     return role is not None and re.fullmatch(rf"{role}_\d+", column) is not None
 
 
 def _optional(name: str) -> Mapping[str, str]:
     """Give the columns that a format uses where they are there, by role."""
-    found: Mapping[str, str] = _FORMATS.get(name, {}).get("optional", {})
+    found: Mapping[str, str] = _FORMATS[name].get("optional", {})
     return found
 
 
-def _usual(task: Task, *, learns: bool) -> Iterator[tuple[str, Mapping[str, str]]]:
+def _usual(task: Task, *, learns: bool) -> Iterator[tuple[str, Columns]]:
     for name in TASKS[task].formats:
         for usual in _FORMATS[name]["columns"]:
             every = {**usual, **_optional(name)}
@@ -289,30 +279,3 @@ def _usual(task: Task, *, learns: bool) -> Iterator[tuple[str, Mapping[str, str]
                 for role in _learned(name):
                     every.pop(role, None)
             yield name, every
-
-
-def _check_typed(
-    typed: Mapping[str, str | Sequence[str]],
-    columns: Collection[str],
-    task: Task,
-    formats: Sequence[tuple[str, Mapping[str, str]]],
-) -> None:
-    roles = dict[str, None]()
-    for _, usual in formats:
-        roles |= dict.fromkeys(usual)
-    for role, column in typed.items():
-        names = columns_in(column)
-        text = f"data.columns={{{role}: {column if isinstance(column, str) else [*column]}}}"
-        if role not in roles:
-            near = did_you_mean_name(role, roles)
-            known = f" For {task} there are {', '.join(roles)}"
-            raise ConfigError(f"{text}: no such role.{near}{known}")
-        if not isinstance(column, str) and (role != "label" or "label" not in dict(formats)):
-            raise ConfigError(f"{text}: {role} is read from one column; name one")
-        for name in names:
-            if name not in columns:
-                raise ConfigError(f"{text}: {_no_column(name, columns)}")
-
-
-def _no_column(name: str, columns: Collection[str]) -> str:
-    return f"no such column.{did_you_mean_name(name, columns)} There are {', '.join(columns)}"

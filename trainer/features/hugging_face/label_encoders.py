@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.core.micro_batch import IGNORED
@@ -17,29 +17,14 @@ from trainer.features.hugging_face.encode import (
     number_in,
     text_of,
 )
-from trainer.features.hugging_face.formats import column_value
 from trainer.features.hugging_face.labels import Labels
-
-
-def read_labels(
-    records: Iterator[Mapping[str, Any] | ValueError], column: str | Sequence[str]
-) -> Iterator[Any]:
-    """Give the label of each record, or a list of several."""
-    for record in records:
-        if isinstance(record, ValueError):
-            # A bad record is named where it is encoded.
-            yield None
-        else:
-            yield column_value(record, column)
 
 
 def label_fields(
     encoder: RecordEncoder, record: RoleValues, labels: Labels | None = None
 ) -> RecordFields:
     """Encode a text, or a pair, with its label where labels are known."""
-    texts = [text_of(record, "text")]
-    if "text_pair" in record:
-        texts.append(text_of(record, "text_pair"))
+    texts = [text_of(record, role) for role in ("text", "text_pair") if role in record]
     label = dict[str, Any]()
     if labels is not None:
         label[LABELS] = labels.value(record["label"])
@@ -126,11 +111,9 @@ def _characters(found: Any) -> RecordFields:  # noqa: ANN401 - a BatchEncoding
     return dict(zip(CHARACTERS, (begins, ends), strict=True))
 
 
-def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) -> RecordFields:
+def choice_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a question with each of its choices; `labels` is the right one."""
     first, choices, label = choices_of(record)
-    if len(choices) != num_choices:
-        raise ValueError(f"{len(choices)} choices, and the first record has {num_choices}")
     if isinstance(label, str):
         label = number_in(label)
     is_asked = record.keys().isdisjoint(("label", "answer"))

@@ -120,16 +120,13 @@ def find_labels(
         return _named_labels(words, stated or (), model, fixed)
     # A column of whole numbers with a gap is read as one of real numbers.
     has_gap = kinds == {float} and None in found
-    if kinds <= {int, bool} or (has_gap and {*map(_is_natural, distinct)} == {True}):
+    are_natural = all(isinstance(n, float) and n.is_integer() and n >= 0 for n in distinct)
+    if kinds <= {int, bool} or (has_gap and are_natural):
         whole = {value: int(value) for value in distinct}  # type: ignore[call-overload] # see `kinds`
         return _whole_labels(whole, model, fixed)
     if kinds <= {int, float}:
         return Labels(are_whole=all(float(each).is_integer() for each in distinct))  # type: ignore[arg-type] # see `kinds`
     raise ValueError(f"labels are of the types {', '.join(sorted(k.__name__ for k in kinds))}")
-
-
-def _is_natural(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer() and value >= 0
 
 
 def _whole_labels(

@@ -124,6 +124,8 @@ class HuggingFace(ModelLibrary):
         balances = getattr(config, "output_router_logits", False)
         # A loss that balances experts leaves padding out by the mask.
         may_omit = hasattr(module, _WARNS) and not balances
+        writes = task in GENERATING and hasattr(module, "generate")
+        loss = getattr(config, "router_aux_loss_coef", 0.0)
         facts = facts.filled(
             task=task,
             has_targets=task == "seq2seq_lm",
@@ -133,20 +135,15 @@ class HuggingFace(ModelLibrary):
             kernels=partial(kernels_of, module),
             fused=partial(known_fused, module),
             without_adapter=lora.switch_of(module),
+            uses_flash=None if attention is None else "flash" in attention,
+            balance_loss=loss if balances else 0.0,
+            omit_mask=partial(_omit_mask, module) if may_omit else None,
+            continue_prompt=partial(continue_prompt, module) if writes else None,
         )
         if task is None or not TASKS[task].of_body:
             facts = facts.filled(new_head=facts.new)
-        if attention is not None:
-            facts = facts.filled(uses_flash="flash" in attention)
-        if balances:
-            loss = getattr(config, "router_aux_loss_coef", 0.0)
-            facts = facts.filled(balance_loss=loss)
-        if may_omit:
-            facts = facts.filled(omit_mask=partial(_omit_mask, module))
         if task is not None:
             facts = facts.filled(objective=partial(_objective, module, facts.pooling))
-        if task in GENERATING and hasattr(module, "generate"):
-            facts = facts.filled(continue_prompt=partial(continue_prompt, module))
         if (save := getattr(module, "save_pretrained", None)) is None:
             return facts
         # A saved model is loaded by the class for its task, if it is named so, or by its own.
@@ -193,16 +190,8 @@ class HuggingFace(ModelLibrary):
         is_beside = any("SentenceTransformer" in line for line in lines)
         if type(tokenizer).__module__.partition(".")[0] != "transformers" or is_beside:
             return lines
-        name, beside = "AutoTokenizer", "from transformers import "
-        lines = [*lines]
-        for i, line in enumerate(lines):
-            if line.startswith(beside):
-                lines[i] = f"{line}, {name}"
-                break
-        else:
-            lines.append(f"{beside}{name}")
-        place = python_text(str(folder))
-        return [*lines, f"tokenizer = {name}.from_pretrained({place})"]
+        load = f"tokenizer = AutoTokenizer.from_pretrained({python_text(str(folder))})"
+        return [*lines, "from transformers import AutoTokenizer", load]
 
 
 def _pipeline_of(kind: str, pooling: str | None) -> str | None:

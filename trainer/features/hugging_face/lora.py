@@ -77,19 +77,14 @@ class Lora(ModelTransform):
                 convert(kind, value)
             except ValidationError as error:
                 raise ConfigError(value_fault(f"adapter.{name}", hints[name], value)) from error
-        layers = target_modules
-        if not isinstance(layers, str):
-            layers = list(layers)
-        whole: list[str] | None = None
-        if modules_to_save:
-            whole = list(modules_to_save)
+        layers = target_modules if isinstance(target_modules, str) else [*target_modules]
         try:
             self._config = LoraConfig(
                 r=r,
                 lora_alpha=lora_alpha,
                 lora_dropout=lora_dropout,
                 target_modules=layers,
-                modules_to_save=whole,
+                modules_to_save=[*modules_to_save] if modules_to_save else None,
                 **others,
             )
         except (TypeError, ValueError, ImportError) as error:
@@ -188,16 +183,13 @@ class Lora(ModelTransform):
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - see above
         from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: PLC0415 - see above
 
-        named = [*model.named_parameters(remove_duplicate=False)]
-        counts, tied = Counter(id(p) for _, p in named), list[str]()
-        for name, parameter in named:
-            if counts[id(parameter)] > 1:
-                tied.append(name)
+        named = model.named_parameters(remove_duplicate=False)
+        counts = Counter(id(parameter) for _, parameter in named)
         for name in _outermost(
             model, lambda _, part: isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ):
             layer: Any = model.get_submodule(name)
-            if any(each.startswith(f"{name}.") for each in tied):
+            if any(counts[id(each)] > 1 for each in layer.parameters()):
                 raise ConfigError(
                     f"export.merge=true: the weight of {name} is another layer's, too, which would "
                     "change with it: leave export.merge out"

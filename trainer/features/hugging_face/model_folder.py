@@ -19,29 +19,14 @@ from trainer.config.messages import did_you_mean_file
 from trainer.config.other_trainers import REFUSED
 from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import model_files, why_absent
+from trainer.features.hugging_face.task import WORDS
 
 _MOST = {r"(layers?|depths?|experts|blocks)$": 10_000, r"num_labels$": 100_000}
 """Layers, or experts of one, and labels: for each an object is made, or a name."""
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
-_INPUT_FILES = (
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    *("chat_template.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-)
-"""Files that say how a model's inputs are made, beside those of its tokenizer."""
-
 _POOLING_FILE = "1_Pooling/config.json"
-_MODES: Mapping[str, Pooling | None] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_max_tokens": None,
-    "pooling_mode_mean_sqrt_len_tokens": None,
-    "pooling_mode_weightedmean_tokens": None,
-}
-"""What their config calls them; None is not there."""
-_MODULES = ("Transformer", "Pooling", "Normalize")
-"""Parts of such a model that are computed here; losses normalise in any case."""
+_MODES: Mapping[str, Pooling | None] = WORDS["pooling"]
 
 
 def read_config(source: str) -> Any:  # noqa: ANN401 - any config
@@ -110,7 +95,7 @@ def refuse_files(path: str) -> None:
 
 def copy_input_files(source: str, folder: Path) -> None:
     """Copy what says how a model's inputs are made into a folder of its weights."""
-    for file in model_files(source, *_INPUT_FILES):
+    for file in model_files(source, *WORDS["input_files"]):
         shutil.copyfile(file, folder / file.name)
 
 
@@ -167,7 +152,7 @@ def _refuse_parts(path: str | None) -> None:
         if not isinstance(each, dict):
             continue
         name = str(each.get("type")).rpartition(".")[2]
-        if name not in _MODULES:
+        if name not in WORDS["modules"]:
             raise ConfigError(
                 f"model.path={path}: modules.json has a {name}, which would be left out; take the "
                 "model without it, or write a class for it: model._target_=mine.Model"

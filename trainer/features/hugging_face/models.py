@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer.config import components
+from trainer.config.messages import did_you_mean_name
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.user_code import quiet
@@ -134,10 +134,8 @@ def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN4
             others = kind(**rest).to_dict()
         # What is known by another name changes another field.
         if name not in others and {**others, name: settings[name]} == found.to_dict():
-            hint = "leave it out"
-            if near := difflib.get_close_matches(name, {*others, *known}, n=1):
-                hint = f"did you mean {near[0]}?"
-            raise ConfigError(f"model.config.{name}: {kind.__name__} has no such field; {hint}")
+            near = did_you_mean_name(name, {*others, *known}) or " Leave it out"
+            raise ConfigError(f"model.config.{name}: {kind.__name__} has no such field.{near}")
     return found
 
 

@@ -42,9 +42,7 @@ class Pairs:
 
     def __call__(self, encoder: encode.RecordEncoder, record: RoleValues) -> encode.RecordFields:
         """Encode the texts of a record as a row each; or the first alone."""
-        texts = [text_of(record, "anchor")]
-        if "positive" in record:
-            texts.append(text_of(record, "positive"))
+        texts = [text_of(record, role) for role in ("anchor", "positive") if role in record]
         negatives = _negatives_of(record)
         if "label" in record:
             if record["label"] in (None, ""):

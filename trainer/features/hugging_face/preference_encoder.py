@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Any
 
 from trainer.data.chat import encode_samples
 from trainer.data.collate import ATTENTION_MASK, LABELS
@@ -18,7 +17,6 @@ Answer = str | list[Message]
 def preference_fields(
     encoder: encode.RecordEncoder,
     record: encode.RoleValues,
-    options: Mapping[str, Any],
     *,
     scores: bool = False,
 ) -> encode.RecordFields:
@@ -28,7 +26,7 @@ def preference_fields(
     one; and one text may be alone, where there is nothing to be learned.
     """
     prompt, sides = _parts(record, joins=scores)
-    how = {**chat_encoder.rendering(record, options), "learns_all": scores}
+    how = {**chat_encoder.rendering(encoder, record), "learns_all": scores}
     ids, labels = list[list[int]](), list[list[int]]()
     for side in sides:
         encoded, *others = encode_samples(encoder.tokenizer, prompt, side, **how)
@@ -38,7 +36,7 @@ def preference_fields(
         for weight in {*encoded[1]} - {0, 1}:
             text = "and the answers of a pair count once; leave it out"
             raise ValueError(f"a message has the weight {weight:g}, {text}")
-        row = chat_encoder.fitted(encoder, encoded, options, learns=not scores)
+        row = chat_encoder.fitted(encoder, encoded, learns=not scores)
         ids.append(row[INPUT_IDS].tolist())
         labels.append(row[LABELS].tolist())
     if ids[1:] == ids[:-1] != []:
@@ -46,9 +44,9 @@ def preference_fields(
     rows = {INPUT_IDS: ids, ATTENTION_MASK: [[1] * len(row) for row in ids]}
     if not scores:
         rows[LABELS] = labels
-    fields: dict[str, Any] = encoder.padded(rows)
+    fields = encoder.padded(rows)
     if scores and "margin" in record:
-        fields["margin"] = encode.number_of(record, "margin")
+        return {**fields, "margin": encode.number_of(record, "margin")}
     return fields
 
 

@@ -15,18 +15,11 @@ from trainer.data.described import MOST_CLASSES
 from trainer.data.documents import REAL, STORED
 from trainer.data.index import Index
 from trainer.features.hugging_face.formats import columns_in
+from trainer.features.hugging_face.task import WORDS
 from trainer.plan.cut import IntArray
 
 COUNTED = ("classes", "flags")
 """Kinds of labels that are counted."""
-_ASKED = {
-    **{"text": "texts", "label": "texts to label", "tags": "words to tag"},
-    **{"span": "questions on a text", "choices": "questions with choices"},
-    **{"source and target": "texts to rewrite", "pair": "texts to embed"},
-    **{"prompt and completion": "prompts", "instruction": "instructions", "chat": "chats"},
-    **{"preference": "prompts", "comparison": "texts to score"},
-}
-"""What records of each format are called where nothing is learned."""
 
 
 def record_rows(
@@ -40,16 +33,14 @@ def record_rows(
     kind, cut = form, 0
     if not learns:
         # `predict` has a line for each that is left out.
-        kind, dropped = _ASKED[form], {}
+        kind, dropped = WORDS["formats"][form]["asked"], {}
         # What is left of a longer record has just so many tokens.
         if known["overlong"] == "cut":
             cut = int(np.count_nonzero(lengths >= max_length))
     columns = list[str]()
     for role, column in known["columns"].items():
-        if column == role:
-            columns.append(role)
-        else:
-            columns.append(f"{role}: {' and '.join(columns_in(column))}")
+        place = f"{role}: {' and '.join(columns_in(column))}"
+        columns.append(role if column == role else place)
     count, (divided, answers) = sum(dropped.values()), known["divided"]
     text = join_parts(
         f"{kind} ({', '.join(columns)})",

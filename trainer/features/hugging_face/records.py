@@ -28,11 +28,9 @@ from trainer.data import lines
 from trainer.data.files import OTHER, Listing, files_at, progress, reading
 from trainer.data.split import HELD_OUT_NAMES, TRAIN
 from trainer.features.hugging_face.model_folder import not_found
+from trainer.features.hugging_face.task import WORDS
 
-_KINDS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), "json"),
-    **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
-}
+_KINDS: Mapping[str, str] = WORDS["files"]
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 _PART = re.compile(rf"(?<![a-z])({TRAIN}|{'|'.join(HELD_OUT_NAMES)})(?![a-z])")
 _HASHED_BYTES = 2**30
@@ -40,7 +38,6 @@ _HASHED_BYTES = 2**30
 cost a second, not a reading of the whole corpus."""
 WHOLE_TEXT = "whole text"
 """A kind: each file is a text."""
-_CSV_AND_BAD_ROWS = "csv with bad rows"
 _ROWS_AT_ONCE = 100
 """Records at a time: bounds the memory where a record is a book."""
 
@@ -49,20 +46,19 @@ NumberedRows = Iterator[tuple[int, dict[str, Any]]]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RecordSource:
     """Where records are read from."""
 
     path: str  # as it was typed
     kind: str  # of the files; `saved` by `save_to_disk`, or a name on the `hub`
-    # By part, the one that is trained on first. Empty for a name on the hub.
-    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     subset: str | None = None  # of a name on the hub, its configuration
     part: str | None = None  # which is trained on; None is the one that is called so
     one_part_only: bool = False  # whether no other part is taken beside it
+    # By part, the one that is trained on first. Empty for a name on the hub.
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     others: Sequence[str] = ()  # parts of the files that are not taken
     listing: Listing = field(default_factory=Listing)  # of the files, of all parts
-    keeps_bad: bool = False  # whether bad rows of CSV are records, which say why
 
     @property
     def digest(self) -> str:
@@ -101,7 +97,7 @@ class RecordSource:
         # One without parts, as `save_to_disk` may write it
         if not isinstance(opened, Mapping):
             parts = {TRAIN: opened}
-        taken, others = _chosen(list(parts), self)
+        taken, others = _chosen([*parts], self)
         return {name: _without_media(parts[name]) for name in taken}, others
 
     def _opened(self, scratch: Path) -> Any:  # noqa: ANN401 - a Dataset, or several by name
@@ -128,15 +124,8 @@ class RecordSource:
             return datasets.load_dataset(self.kind, data_files=links, cache_dir=str(scratch))
         tables = dict[str, Any]()
         for part, files in self.files.items():
-            tables[part] = read_table(files, self._rows_of, scratch / f"{part}.rows")
+            tables[part] = read_table(files, self.kind, scratch / f"{part}.rows")
         return tables
-
-    @property
-    def _rows_of(self) -> str:
-        """Say by which of `ROWS` the files are divided."""
-        if self.kind == "csv" and self.keeps_bad:
-            return _CSV_AND_BAD_ROWS
-        return self.kind
 
     @property
     def table(self) -> Path | None:
@@ -146,15 +135,14 @@ class RecordSource:
 
     def places(self, part: str) -> Iterator[str]:
         """Name all records of a part in their order, by the file's own name and the line."""
-        files, numbers = self.files.get(part, ()), count(1)
         if self.kind not in ROWS:
-            yield from (f"record {number}" for number in numbers)
+            yield from (f"record {number}" for number in count(1))
         root = expanded(self.path).absolute()
-        for file in files:
+        for file in self.files.get(part, ()):
             name, mark = lines.name_below(file, root), ":"
             if lines.holds_list(file):
                 mark = ": record "
-            for line, _ in ROWS[self._rows_of](file):
+            for line, _ in ROWS[self.kind](file):
                 yield f"{name}{mark}{line}"
 
     def name_of(self, part: str, row: int, before: int = 0) -> str:
@@ -163,17 +151,11 @@ class RecordSource:
         `before` are the lines of the record ahead of the one that is meant.
         """
         files = self.files.get(part, ())
-        if self.kind in ROWS:
-            left = row
-            for file in files:
-                for line, _ in ROWS[self._rows_of](file):
-                    if left == 0:
-                        return lines.record_place(file, line + before)
-                    left -= 1
-        place = self.path
-        if len(files) == 1:
-            place = str(files[0])
-        return f"{place}: record {row + 1}"
+        if self.kind not in ROWS:
+            return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
+        numbered = ((file, line) for file in files for line, _ in ROWS[self.kind](file))
+        file, line = next(islice(numbered, row, None))
+        return lines.record_place(file, line + before)
 
 
 def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
@@ -196,12 +178,9 @@ def find_records(
 
     `subset` is the configuration of a name on the hub. The `part` is trained on, None for the one
     whose name begins with `train`; with `one_part_only` no other is taken beside it. Without
-    `learns` files are not parted, and bad rows of CSV are kept.
+    `learns` files are not parted.
     """
-    source = RecordSource(
-        path=path, kind="hub", subset=subset, part=part, one_part_only=one_part_only
-    )
-    source = replace(source, keeps_bad=not learns)
+    source = RecordSource(path, "hub", subset, part, one_part_only)
     place = expanded(path).absolute()
     is_file = lines.kind_suffix(place) in _KINDS or place.suffix.lower() in lines.UNPACKED
     is_name = HUB_NAME.fullmatch(path) and not is_file
@@ -334,7 +313,7 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     batches = iter(lambda: [*islice(rows, _ROWS_AT_ONCE)], [])
     first = next(batches, list[dict[str, Any]]([{}]))
     # With offsets of 64 bits: a column may have more than 2 GiB.
-    cell = pa.large_string() if kind in {"csv", _CSV_AND_BAD_ROWS} else pa.large_binary()
+    cell = pa.large_string() if kind == "csv" else pa.large_binary()
     schema = pa.schema([(name, cell) for name in first[0]])
     place = files[0].parent if files[1:] else files[0]
     with (
@@ -348,22 +327,20 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     return Dataset.from_file(str(to))
 
 
-def _csv_rows(file: Path, *, keeps_bad: bool = False) -> NumberedRows:
-    """Give the rows of CSV by the names of its columns; of bad ones that are kept why they are."""
-    rows = lines.csv_rows_of(file, keeps_bad=keeps_bad)
+def _csv_rows(file: Path) -> NumberedRows:
+    """Give the rows of CSV by the names of its columns; of bad ones why they are."""
+    rows = lines.csv_rows_of(file)
     _, head = next(rows, (1, []))
     names = [name or f"Unnamed: {i}" for i, name in enumerate(head)]
     if len(names) != len({*names}):
         twice = max(names, key=names.count)
         raise DataError(f"data: {file}:1: two columns are named {twice!r}; rename one")
     for number, row in rows:
-        cells: dict[str, str | None] = dict(zip(names, row, strict=not keeps_bad))
-        if keeps_bad:
-            why = lines.row_fault(row, len(names))
-            if why is not None:
-                cells = dict.fromkeys(names)
-            cells[lines.FAULT_COLUMN] = why
-        yield number, cells
+        cells: dict[str, str | None] = dict.fromkeys(names)
+        why = lines.row_fault(row, len(names))
+        if why is None:
+            cells.update(zip(names, row, strict=True))
+        yield number, {**cells, lines.FAULT_COLUMN: why}
 
 
 def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> NumberedRows:
@@ -373,7 +350,6 @@ def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> Num
 
 ROWS: Mapping[str, Callable[[Path], NumberedRows]] = {
     "csv": _csv_rows,
-    _CSV_AND_BAD_ROWS: partial(_csv_rows, keeps_bad=True),
     "json": partial(_text_rows, lines.json_records_of),
     "text": partial(_text_rows, lines.paragraphs_of),
     WHOLE_TEXT: partial(_text_rows, lines.whole_text_of),

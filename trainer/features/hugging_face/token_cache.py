@@ -8,7 +8,8 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from itertools import islice
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -30,13 +31,14 @@ from trainer.features.hugging_face.choose_encoder import (
     records_of_parts,
     weighs_samples,
 )
-from trainer.features.hugging_face.filter import selected_rows, values_by_column
+from trainer.features.hugging_face.filter import selected_rows
 from trainer.features.hugging_face.formats import Format, as_trained, recognise
 from trainer.features.hugging_face.records import RecordSource
 from trainer.plan.cut import IntArray
 
 _LOOKED_AT = 100
 """Records of JSON whose names are looked at to recognise the format."""
+_OTHER_FIELDS = "it has other fields, or another number of choices, than the first record"
 _PROBE = f"{string.printable} äßéñ 漢字 the of and"
 """A text whose ids tell tokenizers apart."""
 
@@ -54,8 +56,8 @@ def cached_records(
     (the one that is trained on is the first), `other_parts` and columns that are `unread`, `runs`
     of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`, and
     options that are `unused`, each with why; of `pairs` what was found, and the `pair_rule`;
-    without labels also how many records each part has, `num_records`, and `left_out`, by part the
-    rows that are no samples, each with why.
+    how many records each part has, `num_records`; and without labels `left_out`, by part the rows
+    that are no samples, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
     loaded, state = None, source.digest
@@ -66,18 +68,17 @@ def cached_records(
     def build(add: index.Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
-            selected = dict[str, Any]()
             num_records = {part: len(records) for part, records in parts.items()}
+            # By part, the numbers of the records that are read
+            rows: dict[str, IntArray] = {part: np.arange(n) for part, n in num_records.items()}
             if options.filter_by:
-                is_json, place = source.kind == "json", f"data.path={source.path}"
-                values = values_by_column(options.filter_by)
-                selected = selected_rows(place, parts, values, is_json=is_json)
-                parts = {part: parts[part].select(own) for part, own in selected.items()}
-            form = _recognised(source, parts, options)
-            first = [*islice(records_of_parts(source, parts), _LOOKED_AT)]
-            ignored = chat_encoder.unread_by_template(form, first, tokenizer, options.of_answers)
+                rows = selected_rows(source, parts, options.filter_by)
+                parts = {part: parts[part].select(own) for part, own in rows.items()}
+            trained = dict(islice(parts.items(), 1))
+            first = [*islice(records_of_parts(source, trained), _LOOKED_AT)]
+            form = _recognised(source, trained, first, options)
             encode_record, facts = fields_of(source, parts, form, tokenizer, options)
-            rows = facts.pop("rows", None)
+            some = facts.pop("rows", None)
             encoder = encode.RecordEncoder(
                 format=form,
                 is_json=source.kind == "json",
@@ -85,18 +86,22 @@ def cached_records(
                 max_length=options.max_length,
                 overlong=options.overlong or OVERLONG.get(form.name, "cut"),
                 fields_of=encode_record,
+                options=options.of_answers,
                 group_of=GROUP_OF.get(form.name) if options.learns else None,
                 weighs=weighs_samples(source, parts, form, options),
             )
+            ignored = chat_encoder.unread_by_template(encoder, first)
             written = _Writer(source, encoder, add, skips=skips, notes=not options.learns)
-            written.rows = selected
             counts = dict[str, int]()
             for part, records in parts.items():
-                some = rows[part] if rows is not None else None
-                counts[part] = written.add_part(part, records, options.max_samples, some)
+                own = range(len(records)) if some is None else some[part]
+                taken = _at_most(options.max_samples, own)
+                counts[part] = written.add_part(part, records.select(taken), rows[part][taken])
         written.check(sum(counts.values()))
-        facts |= {"format": form.name, "columns": form.columns, "kinds": written.kinds}
         facts |= {
+            "format": form.name,
+            "columns": form.columns,
+            "kinds": written.kinds,
             "runs": written.runs,
             "counts": counts,
             "other_parts": others,
@@ -104,12 +109,11 @@ def cached_records(
             "divided": [written.num_divided, written.num_answers],
             "overlong": encoder.overlong,
             "unread": [name for name in (*form.unread, *ignored) if name not in options.filter_by],
-            "kept": selected and [sum(map(len, selected.values())), sum(num_records.values())],
-            "unused": _unused(options, encoder, first),
+            "kept": options.filter_by and [sum(map(len, rows.values())), sum(num_records.values())],
+            "unused": chat_encoder.unused_options(encoder, first),
+            "num_records": num_records,
+            "left_out": {} if options.learns else written.left_out,
         }
-        if not options.learns:
-            facts["num_records"] = num_records
-            facts["left_out"] = written.left_out
         return written.bad, facts
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
@@ -118,22 +122,21 @@ def cached_records(
     return index.cached_index("hf", settings, {}, build, reader=f"9|{state}")
 
 
-def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
+def _recognised(
+    source: RecordSource, trained: Mapping[str, Any], first: Sequence[Any], options: EncodeOptions
+) -> Format:
     """Find the format of the records by the columns of those that are trained on."""
-    records, place = next(iter(parts.values())), f"data.path={source.path}"
-    if not len(records):
+    ((part, records),) = trained.items()
+    place = f"data.path={source.path}"
+    if not first:
         raise DataError(f"{place}: holds no records")
     columns = [name for name in records.column_names if name != FAULT_COLUMN]
     if source.kind == "json":
-        first = encode.records_of(records[:_LOOKED_AT], is_json=True)
-        found = [each for each in first if isinstance(each, dict)]
         # Names in any of these records, those of the first one first
-        names = dict[str, None]()
-        for record in found:
-            names |= dict.fromkeys(record)
-        columns = [*names]
+        found = [each for each in first if isinstance(each, dict)]
+        columns = [*dict.fromkeys(chain.from_iterable(found))]
         if not found:
-            name = source.name_of(next(iter(parts)), 0)
+            name = source.name_of(part, 0)
             raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
     filtered = options.filter_by
     if options.trained_format is not None:
@@ -142,102 +145,76 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
     return recognise(place, columns, options.task, typed, filtered, **how)
 
 
-def _unused(
-    options: EncodeOptions, encoder: encode.RecordEncoder, first: Sequence[Any]
-) -> dict[str, str]:
-    """Say of options that were typed and do nothing what they are for, by the first records."""
-    used = chat_encoder.answer_options(encoder, options.of_answers, first)
-    these = f"and these records are {encoder.format.name} under data.overlong={encoder.overlong}"
-    unused = dict[str, str]()
-    for name, (default, purpose) in encode.OF_ANSWERS.items():
-        if options.of_answers[name] != default and name not in used:
-            unused[name] = f"{purpose}, {these}"
-    return unused
-
-
-def _chosen(num_records: int, most: int | None, some: Sequence[int] | None) -> IntArray:
-    """Choose at most so many records, of all or some, at even distances; gives their numbers."""
-    rows = np.arange(num_records) if some is None else np.asarray(some, dtype=np.int64)
-    if most is None or most >= len(rows):
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, most, dtype=np.int64)]
+def _at_most(most: int | None, rows: Sequence[int]) -> IntArray:
+    """Choose at most so many numbers of records, at even distances."""
+    found = np.array(rows, dtype=np.int64)
+    if most is None or most >= len(found):
+        return found
+    return found[np.linspace(0, len(found) - 1, most, dtype=np.int64)]
 
 
 @final
+@dataclass
 class _Writer:
     """Encodes the parts of a source one after the other into an index."""
 
-    def __init__(
-        self,
-        source: RecordSource,
-        encoder: encode.RecordEncoder,
-        add: index.Add,
-        *,
-        skips: bool,
-        notes: bool,
-    ) -> None:
-        self._source, self._encoder, self._add, self._skips = source, encoder, add, skips
-        # Whether it notes each record that is no sample, and goes on
-        self._notes, self.left_out = notes, dict[str, list[tuple[int, str]]]()
-        self.bad, self.dropped = list[str](), Counter[str]()
-        # By part, which rows of the files the records are, where not all of them are read
-        self.rows: Mapping[str, Any] = {}
-        self.kinds: Mapping[str, SampleKind] = {}
-        # Records that became a sample for each answer, and how many samples these are
-        self.num_divided = self.num_answers = 0
-        # By part, the first row and the number of records that were kept one after the other
-        self.runs: dict[str, list[list[int]]] = {}
+    source: RecordSource
+    encoder: encode.RecordEncoder
+    add: index.Add
+    _: KW_ONLY
+    skips: bool
+    notes: bool  # whether each record that is no sample is noted, and the rest goes on
+    left_out: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    kinds: Mapping[str, SampleKind] = field(default_factory=dict)
+    # Records that became a sample for each answer, and how many samples these are
+    num_divided: int = 0
+    num_answers: int = 0
+    # By part, the first row and the number of records that were kept one after the other
+    runs: dict[str, list[list[int]]] = field(default_factory=dict)
 
-    def add_part(
-        self,
-        part: str,
-        records: Any,  # noqa: ANN401 - a Dataset
-        most: int | None,
-        some: Sequence[int] | None = None,
-    ) -> int:
-        """Add the records of a part, and count those that are kept; a bad one is a DataError.
-
-        Of some rows alone, where others are read with them.
-        """
-        rows = _chosen(len(records), most, some)
-        places = self.rows.get(part, np.arange(len(records)))
-        if len(rows) < len(records):
-            records = records.select(rows)
-        rows = places[rows]
+    def add_part(self, part: str, records: Any, rows: IntArray) -> int:  # noqa: ANN401 - a Dataset
+        """Add records, which are some rows of a part, and count their samples."""
         runs = self.runs.setdefault(part, [])
-        count, label = 0, f"tokenising {Path(self._source.path).name}"
-        encoded = closing(self._encoder.run(records))
+        count, label = 0, f"tokenising {Path(self.source.path).name}"
+        encoded = closing(self.encoder.run(records))
         with progress(label, len(records), "record") as advance, encoded as found:
-            for row, each in zip(rows, found, strict=True):
+            for row, samples in zip(rows.tolist(), found, strict=True):
                 advance()
-                if isinstance(each, list):
-                    self.num_divided += len(each) > 1
-                    self.num_answers += len(each) * (len(each) > 1)
-                    for sample in each:
-                        if isinstance(sample, encode.DroppedError):
-                            self.dropped[str(sample)] += 1
-                            continue
-                        self.kinds = self.kinds or sample.kinds
-                        self._add(sample.entry, sample.group)
-                        count += 1
-                        # A record of several samples is a run for each of them.
-                        if not runs or sum(runs[-1]) != row:
-                            runs.append([int(row), 0])
-                        runs[-1][1] += 1
-                elif self._notes or isinstance(each, encode.DroppedError):
-                    self.dropped[str(each)] += 1
-                    self.left_out.setdefault(part, []).append((int(row), fault(each)[1]))
-                else:
-                    # A name is found by reading the file up to there.
-                    before, why = fault(each)
-                    name = "data"
-                    if len(self.bad) < index.LISTED_SKIPS:
-                        name = self._source.name_of(part, int(row), before)
-                    self.bad.append(f"{name}: {why}")
-                    if not self._skips:
-                        text = f"data: {self.bad[0]}; fix it, or use data.on_bad=skip"
-                        raise DataError(text) from each
+                self.num_divided += len(samples) > 1
+                self.num_answers += len(samples) * (len(samples) > 1)
+                for sample in samples:
+                    if isinstance(sample, ValueError):
+                        self._leave_out(part, row, sample)
+                        continue
+                    self.kinds = self.kinds or sample.kinds
+                    if sample.kinds != self.kinds:
+                        self._leave_out(part, row, ValueError(_OTHER_FIELDS))
+                        continue
+                    self.add(sample.entry, sample.group)
+                    count += 1
+                    # A record of several samples is a run for each of them.
+                    if not runs or sum(runs[-1]) != row:
+                        runs.append([row, 0])
+                    runs[-1][1] += 1
         return count
+
+    def _leave_out(self, part: str, row: int, error: ValueError) -> None:
+        """Note a record that is no sample; one that is bad is a DataError."""
+        before, why = fault(error)
+        if self.notes or isinstance(error, encode.DroppedError):
+            self.dropped[why] += 1
+            self.left_out.setdefault(part, []).append((row, why))
+            return
+        # A name is found by reading the file up to there.
+        name = "data"
+        if len(self.bad) < index.LISTED_SKIPS:
+            name = self.source.name_of(part, row, before)
+        self.bad.append(f"{name}: {why}")
+        if not self.skips:
+            text = f"data: {self.bad[0]}; fix it, or use data.on_bad=skip"
+            raise DataError(text) from error
 
     def check(self, count: int) -> None:
         """Refuse a source of which too much is bad, or nothing is kept."""
@@ -245,7 +222,7 @@ class _Writer:
         index.refuse_many(self.bad, total)
         if count == 0:
             why = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
-            raise DataError(f"data.path={self._source.path}: no record is left ({why or 'none'})")
+            raise DataError(f"data.path={self.source.path}: no record is left ({why or 'none'})")
 
 
 def vocabulary_digest(tokenizer: Any) -> str | None:  # noqa: ANN401 - whatever the tokenizer is

@@ -70,7 +70,7 @@ def write_table(table: Path, file: Path, written: WrittenLines) -> Path:
     names = sorted(written.names.intersection(COLUMNS), key=COLUMNS.index)
 
     def pieces() -> Iterator[bytes]:
-        rows = (row for _, row in csv_rows_of(table, keeps_bad=True))
+        rows = (row for _, row in csv_rows_of(table))
         head = next(rows)
         yield _as_csv([*head, *(_free(name, head) for name in names)], separator)
         with file.open("rb") as lines:
