@@ -1,9 +1,9 @@
 """Compile a model by its repeated blocks: one graph serves all blocks that compute the same.
 
 Compiled as a whole, a deep model takes minutes, and hooks of shards break its graph at every block.
-So the forward of each block is compiled, inside of its hooks. Lengths are static, of which a
-compiled run has few; samples and packed documents, the first dimension of what a block gets, are
-dynamic. A block that recomputes itself does so within its graph.
+So the forward of each block is compiled, inside of its hooks. Samples and packed documents, the
+first dimension of what a block gets, are dynamic. So is the length from the second one on: data of
+one length have kernels for just that. A block that recomputes itself does so within its graph.
 """
 
 from __future__ import annotations
@@ -77,11 +77,9 @@ def compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
         for value in found.copy():
             found += getattr(value, "__dict__", {}).values()
         for tensor in found:
-            if isinstance(tensor, Tensor) and tensor.ndim:
-                torch._dynamo.mark_static(tensor, [*range(1, tensor.ndim)])
-                # A first dimension of one is another graph in any case.
-                if tensor.shape[0] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            # A first dimension of one is another graph in any case.
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return run(*args, **kwargs)
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -59,7 +60,8 @@ def kernel_axis(own: Reference) -> AxisFound:
 def _kernels(own: Reference) -> Iterator[tuple[str, Callable[[nn.Module], object], Within]]:
     context = own.case.context
     try:
-        with sdpa_kernel([]):
+        with sdpa_kernel([]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of why a GPU has none
             own.case.gradient(own.pieces[:1])
     except RuntimeError:  # it attends, for which there is no kernel now
         for name, backend in ATTENTION.items():
