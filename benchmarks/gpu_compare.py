@@ -44,6 +44,7 @@ class Comparison:
     failed: dict[str, str] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
+    plan: Fields = field(default_factory=dict)  # of our run
 
     def table(self) -> list[tuple[str, Fields]]:
         """Measure; gives a row for each trainer."""
@@ -51,7 +52,7 @@ class Comparison:
         more = ("compile=true", f"batch.global={self.bench.scale.global_batch}")
         try:
             start_afresh()
-            self.bench.run(self.bench.lines(self.kind, *more), Ours(self))
+            self.plan = self.bench.run(self.bench.lines(self.kind, *more), Ours(self))
         except Exception as error:
             # The others are measured all the same.
             self.failed[OURS] = reason_of(error)
@@ -112,8 +113,8 @@ class Comparison:
         seen = self.bench.tokens_seen(self.kind)
         return {
             "tokens_per_s": rate,
-            "lowest": min(rates, default=0.0),
-            "highest": max(rates, default=0.0),
+            "turns": " ".join(f"{each:.0f}" for each in rates),
+            "cap": self.plan.get("max_tokens") if name == OURS else None,
             "mfu": utilization(rate, self.bench.scale, seen),
             "over_hand": rate / hand if hand else None,
             "padding": 1 - sum(t.tokens for t in turns) / computed if computed else None,
