@@ -91,4 +91,4 @@ def shares_of(runs: Sequence[history.PastRun], name: str) -> list[float]:
     """Give what runs took over what was predicted, of `bytes` or `seconds`, least to most."""
     names = (f"measured_{name}", f"predicted_{name}")
     pairs = [[getattr(run, name) for name in names] for run in runs]
-    return sorted(round(took / said, 3) for took, said in pairs if took and said)
+    return sorted(round(took / foreseen, 3) for took, foreseen in pairs if took and foreseen)
