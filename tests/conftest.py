@@ -42,7 +42,12 @@ MANY = 100_000
 
 
 def pytest_runtest_setup() -> None:
-    """Freeze what is imported, which every step that runs out of memory would walk else."""
+    """Freeze what is imported, which every step that runs out of memory would walk else.
+
+    Hydra closes all handlers of logs, and that of absl closes its stream, which is pytest's own.
+    """
+    if absl_log := sys.modules.get("absl.logging"):
+        absl_log.get_absl_handler().python_handler.stream = sys.__stderr__
     if len(gc.get_objects()) > MANY:
         gc.collect()
         gc.freeze()
