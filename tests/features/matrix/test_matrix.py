@@ -91,6 +91,9 @@ def compare_ranks(world: World, config: str, folder: Path) -> int:
     return verify_sync(from_text(config), folder, world, lambda: False)
 
 
+# Of what it compiles
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("dropout", [0.1, slow(0)])
 def test_each_way_of_execution_has_a_verdict_in_the_file_and_a_row_on_the_screen(
     dropout, capsys, ranks, monkeypatch
