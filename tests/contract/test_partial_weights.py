@@ -11,7 +11,7 @@ from tests.lib.hf_toys import TEXTS, save_job_files, write_lines
 from tests.lib.nightly import slow
 from tests.lib.run_support import go, on, overrides, read_json, state
 from trainer import train
-from trainer.checkpoint.matching import fitting, taken_rows
+from trainer.checkpoint.partial_weights import fitting, taken_rows
 from trainer.checkpoint.weights import StoredWeights, open_weights
 from trainer.core.errors import ConfigError, NoCheckpointError
 

@@ -18,7 +18,7 @@ from trainer.accumulate.base import seed_draws
 from trainer.assemble.hardware import planned_device
 from trainer.assemble.instantiate import construct, draws_on_meta, look_up, look_up_transforms
 from trainer.assemble.model_size import refuse_too_large
-from trainer.checkpoint.matching import fitting
+from trainer.checkpoint.partial_weights import fitting
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -63,7 +63,7 @@ def build_model(
 
     def begin(module: nn.Module) -> None:
         if spec is not None:
-            spec.begin(module, widens=config.accum.buffer == "fp32")
+            spec.prepare_parameters(module, widens=config.accum.buffer == "fp32")
 
     def check(module: nn.Module) -> None:
         begin(module)

@@ -20,8 +20,8 @@ from trainer.core.stateful import Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import PlanRecord
 from trainer.training.checkpointing import Checkpointer
+from trainer.training.failed_allocation import FailedAllocation
 from trainer.training.loop import OpenRun, Progress
-from trainer.training.tracing import FailedAllocation
 
 
 @contextmanager

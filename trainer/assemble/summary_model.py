@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
-from trainer.checkpoint.matching import taken_rows
+from trainer.checkpoint.partial_weights import taken_rows
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
 from trainer.core.format import number, plural, short

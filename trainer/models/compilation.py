@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.models.recompute import blocks_of
 
-# Of a length: for one sample and for several, each in training and in evaluation.
+# Of a length, where fakes are compiled: one sample and several, each in training and evaluation
 GRAPHS = 4
-# Padded lengths of a compiled model, over a whole run; the number of samples is dynamic
+# Padded lengths of a compiled model, over a whole run: of each that may be the largest, predicting
+# the memory compiles for seconds
 COMPILED_SHAPES = 16
 
 COMPILED = "compiled_by"  # attribute of a model that is compiled: by which backend

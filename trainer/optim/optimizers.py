@@ -80,7 +80,7 @@ class OptimizerSpec(Described, ABC):
         weight_decay = self.weight_decay * ratio / lr_factor
         return replace(self, weight_decay=weight_decay, groups=groups, **rates)
 
-    def begin(self, model: nn.Module, *, widens: bool) -> None:
+    def prepare_parameters(self, model: nn.Module, *, widens: bool) -> None:
         """Freeze what groups say, and widen gradients, before it is sharded. May be repeated."""
         for pattern, members in match_groups(model, self.groups).items():
             if self.groups[pattern].get("frozen"):

@@ -1,25 +1,18 @@
-"""Trace a few steps with PyTorch's profiler, and write down what an allocation that failed met.
-
-Perfetto and Chrome show the files of a trace.
-"""
+"""Trace a few steps with PyTorch's profiler, into a file that Perfetto and Chrome show."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from trainer.core import gpu
-from trainer.core.durable import make_folders, write_file_atomic
-from trainer.core.format import size
+from trainer.core.durable import make_folders
 from trainer.core.rank_progress import Phase
-from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
-from trainer.training.batches import PlannedBatch
 
 FOLDER = "profile"
 WAIT, WARM_UP = 2, 1
@@ -106,42 +99,3 @@ class _StepTrace:
         self._phase.close()
         if self._begun and not self.is_written:
             self._profile.stop()
-
-
-@final
-@dataclass
-class FailedAllocation:
-    """Writes `errors/out-of-memory-step<k>-rank<r>.txt`, the first time that memory runs out."""
-
-    folder: Path  # the run's
-    world: World  # this rank, and where it is
-    predicted_bytes: int | None  # peak of a step as it was predicted; None where it was not
-    limit_bytes: int | None  # what tensors may have; None where nobody knows
-    _is_done: bool = field(default=False, init=False)
-
-    def __call__(self, batch: PlannedBatch, error: BaseException) -> None:
-        """Describe an attempt that failed, while what it allocated is still there."""
-        if self._is_done:
-            return
-        self._is_done, rank, device = True, self.world.rank, self.world.device
-        at = self.world.rank_progress.read().micro_batch
-        path = self.folder / RunFolder.ERRORS / f"out-of-memory-step{batch.step}-rank{rank}.txt"
-        known = {"predicted peak": self.predicted_bytes, "limit of tensors": self.limit_bytes}
-        shapes = zip(batch.plan.ranks[rank], batch.plan.padded_lengths[rank], strict=True)
-        lines = [
-            f"step {batch.step}, rank {rank}, micro-batch {at}, on {device}: {error}",
-            *(f"{name}: {size(number)}" for name, number in known.items()),
-            "micro-batches of this rank:",
-            *(
-                f"{'>' if number == at else ' '} {number}: {len(slot)} samples, "
-                f"{'a row of' if batch.plan.packed else 'padded to'} {length} tokens"
-                for number, (slot, length) in enumerate(shapes, start=1)
-            ),
-        ]
-        with suppress(Exception):  # the step that follows matters more
-            make_folders(path.parent)
-            text = "\n".join([*lines, ""])
-            write_file_atomic(path, text.encode())  # at once: an allocator may not answer
-            if gpu.is_gpu(device):  # the snapshot is for https://pytorch.org/memory_viz
-                write_file_atomic(path, (text + gpu.backend().memory_summary(device)).encode())
-                gpu.backend().memory._dump_snapshot(str(path.with_suffix(".pickle")))

@@ -181,9 +181,8 @@ def _parts(
     if not is_chat:
         if begin:
             raise ValueError("its system needs a chat template; type data.chat_template=FILE")
-        return WORDS["alpaca"]["with_input" if more else "without_input"].format(
-            asked, more
-        ), answer
+        text = WORDS["alpaca"]["with_input" if more else "without_input"]
+        return text.format(asked, more), answer
     if more:
         asked = f"{asked}\n\n{more}"
     turns = {"role": "user", "content": asked}, {"role": "assistant", "content": answer}

@@ -21,7 +21,7 @@ from trainer.features.hugging_face.records import RecordSource
 from trainer.features.hugging_face.task import TASKS
 from trainer.features.hugging_face.tokenizers import ends_of
 
-_OF_ANSWERS: Mapping[str, Callable[..., Any]] = {
+_ANSWER_ENCODERS: Mapping[str, Callable[..., Any]] = {
     "chat": chat_encoder.answer_fields,
     "prompt and completion": chat_encoder.answer_fields,
     "instruction": chat_encoder.answer_fields,
@@ -29,7 +29,7 @@ _OF_ANSWERS: Mapping[str, Callable[..., Any]] = {
     "comparison": partial(preference_fields, scores=True),
 }
 """What encodes the formats of answers."""
-OVERLONG: Mapping[str, Overlong] = {"text": "chunk", **dict.fromkeys(_OF_ANSWERS, "drop")}
+OVERLONG: Mapping[str, Overlong] = {"text": "chunk", **dict.fromkeys(_ANSWER_ENCODERS, "drop")}
 """What becomes of longer records where nobody says; of all others the head is kept."""
 GROUP_OF: Mapping[str, Callable[[encode.RoleValues], Any]] = {
     **{"pair": itemgetter("anchor"), "preference": prompt_of, "comparison": prompt_of}
@@ -89,8 +89,8 @@ def fields_of(
             f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
             "divided; use drop or cut"
         )
-    if form.name in _OF_ANSWERS:
-        encode_answers, scores = _OF_ANSWERS[form.name], form.name == "comparison"
+    if form.name in _ANSWER_ENCODERS:
+        encode_answers, scores = _ANSWER_ENCODERS[form.name], form.name == "comparison"
         if not (options.learns or scores):
             encode_answers = chat_encoder.prompt_fields
         facts: dict[str, Any] = {"num_classes": 1} if scores else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,7 @@ def selected_rows(
             if isinstance(record, Mapping):
                 names |= dict.fromkeys(record)
                 for column, values in wanted.items():
-                    value = _compared(record.get(column))
-                    seen[column][value] = None
-                    keeps &= value in values
+                    keeps &= _is_wanted(_compared(record.get(column)), values, seen[column])
             if keeps:
                 rows.append(row)
         found[part] = np.array(rows, dtype=np.int64)
@@ -56,13 +53,20 @@ def selected_rows(
     return found
 
 
+def _is_wanted(value: Any, wanted: Sequence[Any], seen: dict[Any, None]) -> bool:  # noqa: ANN401
+    """Whether a value is one of those wanted; it is noted, and as many others as messages need."""
+    if (found := value in wanted) or len(seen) < _COMPARED_WITH:
+        seen[value] = None
+    return found
+
+
 def _refuse_absent(
     path: str, column: str, values: Sequence[Any], known: Mapping[Any, None]
 ) -> None:
     """Refuse a value that no record has in a column."""
     for value in values:
         if value not in known:
-            words = [*map(str, islice(known, _COMPARED_WITH))]
+            words = [*map(str, known)]
             near = did_you_mean_name(str(value), words)
             text = f"no record of {path} has it.{near} There are {first_of(words)}"
             raise DataError(f"data.filter={{{column}: {show(value)}}}: {text}")

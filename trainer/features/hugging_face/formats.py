@@ -236,7 +236,7 @@ def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bo
     if learns:
         decisive += [*_FORMATS[name].get("decisive", ()), *_WEIGHTS]
     for column in unread:
-        if re.fullmatch("|".join(decisive), column):
+        if any(re.fullmatch(pattern, column) for pattern in decisive):
             reads_it = ""
             if column in _WEIGHTS and WEIGHT in _optional(name):
                 reads_it = f"; for how often each counts, type {_as_typed({WEIGHT: column})}"

@@ -64,11 +64,15 @@ def rounded(values: Tensor, roundoff: float) -> Tensor:
 
 @final
 class _Rounded(torch.autograd.Function):
+    """Rounds values in forward, and their gradient in backward."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, roundoff: float) -> Tensor:  # noqa: ANN401
+        """Round the values."""
         ctx.roundoff = roundoff
         return rounded(values, roundoff)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        """Round the gradient."""
         return rounded(gradient, ctx.roundoff), None

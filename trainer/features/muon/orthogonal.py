@@ -8,13 +8,13 @@ it and sends each its rows: 6 bytes of traffic per weight, and no rank computes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -59,10 +59,11 @@ class HiddenMatrices(Optimizer):
         found = list[tuple[nn.Parameter, _Group]]()
         for group in self.param_groups:
             found += [(weight, group) for weight in group["params"] if weight.grad is not None]
-        # One by one, so that one update is in memory.
-        updates: Iterable[Tensor] = (_update(self._momentum(*each), *each) for each in found)
         if found and is_sharded(found[0][0]):
             updates = self._of_shards(found)
+        else:
+            # One by one, so that one update is in memory.
+            updates = (_update(self._momentum(*each), *each) for each in found)
         for (weight, group), update in zip(found, updates, strict=True):
             here = local_part(weight)
             here.mul_(1 - group["lr"] * group["weight_decay"])
@@ -78,42 +79,37 @@ class HiddenMatrices(Optimizer):
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate) if group["nesterov"] else momentum
 
-    def _of_shards(self, found: Sequence[tuple[nn.Parameter, _Group]]) -> list[Tensor]:
-        """Give this rank's rows of every update. Collective.
-
-        The last ranks may have fewer rows of a matrix, or none; zeros are sent for these.
-        """
+    def _of_shards(self, found: Sequence[tuple[nn.Parameter, _Group]]) -> Iterator[Tensor]:
+        """Give this rank's rows of every update. Collective."""
         mesh: Any = found[0][0].device_mesh  # type: ignore[attr-defined] # of a DTensor
         ranks = mesh.get_group(mesh.ndim - 1)
         size, rank = ranks.size(), ranks.rank()
-        # Each matrix goes to who has the least work.
-        owners, work, shards = list[int](), [0] * size, list[Tensor]()
-        for weight, group in found:
-            owners.append(work.index(min(work)))
-            work[owners[-1]] += weight.numel() * min(weight.shape)
-            sent_as = torch.float64 if weight.dtype == torch.float64 else torch.bfloat16
-            shard = self._momentum(weight, group).to(sent_as)
-            shards.append(_with_rows(shard, math.ceil(len(weight) / size)))
-        # All are sent before any is computed, so that no rank waits for the work of another.
-        whole, updates, returned = dict[int, list[Tensor]](), dict[int, Tensor](), list[Tensor]()
+        wide = torch.float64 if found[0][0].dtype == torch.float64 else torch.float32
+        sent_as = wide if wide == torch.float64 else torch.bfloat16
+        # By its owner, the places of its matrices: each goes to who has the least work.
+        owned, work = [list[int]() for _ in range(size)], [0] * size
+        for place, (weight, _) in enumerate(found):
+            owner = work.index(min(work))
+            owned[owner].append(place)
+            work[owner] += weight.numel() * min(weight.shape)
+        rows = [_rows_by_rank(weight.shape, size) for weight, _ in found]
+        shards = [self._momentum(*each).to(sent_as) for each in found]
+        mine = owned[rank]
+        sent = [[shards[place] for place in each] for each in owned]
+        shapes = [[rows[place][source] for place in mine] for source in range(size)]
         with self.waiting():
-            for place, owner in enumerate(owners):
-                if owner == rank:
-                    whole[place] = [torch.empty_like(shards[place]) for _ in range(size)]
-                dist.gather(shards[place], whole.get(place), group=ranks, group_dst=owner)
-        for place, pieces in whole.items():
-            weight, group = found[place]
-            updates[place] = _update(torch.cat(pieces)[: len(weight)], weight, group)
+            arrived = _exchange(sent, shapes, ranks, shards[0].new_empty(0))
+        back = [list[Tensor]() for _ in range(size)]
+        for place, pieces in zip(mine, zip(*arrived, strict=True), strict=True):
+            update = _update(torch.cat(pieces), *found[place]).to(wide)
+            counts = [num_rows for num_rows, _ in rows[place]]
+            for target, part in zip(back, torch.split(update, counts), strict=True):
+                target.append(part)
+        shapes = [[rows[place][rank] for place in each] for each in owned]
         with self.waiting():
-            for place, owner in enumerate(owners):
-                weight, rows = found[place][0], len(shards[place])
-                part = torch.empty_like(shards[place], dtype=_wide(weight))
-                parts = None
-                if owner == rank:
-                    parts = [*torch.split(_with_rows(updates[place], rows * size), rows)]
-                dist.scatter(part, parts, group=ranks, group_src=owner)
-                returned.append(part[: len(local_part(weight))])
-        return returned
+            returned = _exchange(back, shapes, ranks, shards[0].new_empty(0, dtype=wide))
+        by_place = dict(zip(chain(*owned), chain(*returned), strict=True))
+        return (by_place[place] for place in range(len(found)))
 
 
 def _update(momentum: Tensor, weight: nn.Parameter, group: _Group) -> Tensor:
@@ -125,16 +121,38 @@ def _update(momentum: Tensor, weight: nn.Parameter, group: _Group) -> Tensor:
         scale = math.sqrt(max(1, rows / columns))
         if group["adjust_lr_fn"] == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, columns))
-        parts.append(orthogonalised(part, group["ns_steps"]).to(_wide(weight)) * scale)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        parts.append(orthogonalised(part, group["ns_steps"]).to(wide) * scale)
     update = torch.empty_like(momentum, dtype=parts[0].dtype)
     fused.write(parts, update)
     return update
 
 
-def _with_rows(matrix: Tensor, count: int) -> Tensor:
-    """Add rows of zeros, up to so many."""
-    return F.pad(matrix, (0, 0, 0, count - len(matrix)))
+def _rows_by_rank(shape: torch.Size, size: int) -> list[tuple[int, int]]:
+    """Give the shape of each rank's shard: rows are divided evenly, rounded up."""
+    most = -(-shape[0] // size)
+    return [(max(0, min(most, shape[0] - rank * most)), shape[1]) for rank in range(size)]
 
 
-def _wide(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
+def _exchange(
+    sent: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, int]]],
+    ranks: dist.ProcessGroup,
+    empty: Tensor,
+) -> list[list[Tensor]]:
+    """Send each rank its tensors, and give those of each rank, of these shapes. Collective.
+
+    `empty` is of their dtype and on their device.
+    """
+    # Of one row each, so that what has no element is sent as well
+    rows = [[part.flatten() for part in each] for each in sent]
+    flat = torch.cat([empty, *chain(*rows)])
+    given = [sum(map(len, each)) for each in rows]
+    sizes = [[*map(math.prod, each)] for each in shapes]
+    taken = [*map(sum, sizes)]
+    received = flat.new_empty(sum(taken))
+    dist.all_to_all_single(received, flat, taken, given, group=ranks)
+    found = list[list[Tensor]]()
+    for each, own, part in zip(shapes, sizes, torch.split(received, taken), strict=True):
+        found.append([*map(Tensor.view, torch.split(part, own), each)])
+    return found
