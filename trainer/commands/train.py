@@ -44,7 +44,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
 def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> None:
     """Build the run, go through its steps, and say how it ended. Collective."""
     started = time.perf_counter()
-    world.end_if_stopped(stop())
+    world.end_if(stop())
     store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
     loaded = store.load(world=world) if config.resume is not None else None
     saved = Saved.read(config, loaded, world)

@@ -134,14 +134,13 @@ def write_file_atomic(path: Path, data: BytesLike) -> None:
 
 def write_pieces_atomic(path: Path, pieces: Iterable[BytesLike]) -> None:
     """Put a content under a name once all of its pieces are there; each is written as it comes."""
-    disk, unfinished = _in_use[-1], _unfinished(path)
+    unfinished = _unfinished(path)
     try:
         write_file(unfinished, pieces)
-        disk.rename(unfinished, path)
+        rename(unfinished, path)
     except BaseException:  # what makes the pieces may raise anything
         discard(unfinished)
         raise
-    disk.sync_folder(path.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -76,8 +76,7 @@ class Preempted(TrainError):  # noqa: N818 - not a failure: saved, and to be con
 
 def error_to_dict(error: TrainError) -> dict[str, Any]:
     """Write an end of the run as JSON, for another process to raise."""
-    kind, text = type(error).__name__, str(error)
-    return {"error": kind, "text": text, "code": error.exit_code}
+    return {"error": type(error).__name__, "text": str(error), "code": error.exit_code}
 
 
 def error_from_dict(content: Mapping[str, Any]) -> TrainError:

@@ -277,10 +277,8 @@ def runs_in(folder: Path) -> list[Path]:
     if RunFolder(folder).is_run:
         return [folder]
     jobs = list[Path]()
-    if not folder.is_dir():
-        return jobs
-    for path in folder.iterdir():
-        if path.is_dir() and RunFolder(path).is_run:
+    for path in _folders_in(folder):
+        if RunFolder(path).is_run:
             jobs.append(path)
     # By number, so that job 10 comes behind job 9: a longer number is a larger one.
     return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))

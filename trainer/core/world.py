@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.core.errors import Preempted, TrainError, error_from_dict, error_to_dict
-from trainer.core.rank_progress import Phase, PhaseTimes, RankPosition, RankProgress
+from trainer.core.rank_progress import Phase, PhaseTimes, RankProgress
 from trainer.core.signals import UNBEGUN
 
 Value = TypeVar("Value")
@@ -111,13 +111,13 @@ class World:
         built = list[Value]()
         with suppress(Preempted):
             built.append(build())
-        self.end_if_stopped(not built)
+        self.end_if(not built)
         return built[0]
 
-    def end_if_stopped(self, was_asked: bool) -> None:
-        """End before the first step, by `Preempted`, if a signal asked any rank to. Collective."""
+    def end_if(self, was_asked: bool, how: str = UNBEGUN) -> None:
+        """End by `Preempted` if a signal asked any rank to; `how` says where. Collective."""
         if any(self.collect(was_asked)):
-            raise Preempted(UNBEGUN)
+            raise Preempted(how)
 
     def on_main(self, work: Callable[[], Value]) -> Value:
         """Do something on the main rank alone; all get what came out, or its error. Collective."""
@@ -150,12 +150,11 @@ class World:
     def note(self, phase: Phase, *, step: int | None = None) -> None:
         """Note what this rank does now, for whoever may ask why it does not answer."""
         self.times.enter(phase)
-        place = self.rank_progress.read()
-        number, is_first = place.step, place.is_first
+        place = replace(self.rank_progress.read(), phase=phase, micro_batch=0)
         if step is not None and step != place.step:
             # Compiled code may meet a new length, and be compiled anew, in any step.
-            number, is_first = step, place.step == 0 or self.compiles
-        self.rank_progress.write(RankPosition(number, phase, waits=place.waits, is_first=is_first))
+            place = replace(place, step=step, is_first=place.step == 0 or self.compiles)
+        self.rank_progress.write(place)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""

@@ -99,6 +99,15 @@ def stack_rows(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
     return stacked
 
 
+def text_rows(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give `input_ids`, `(samples, texts, time)`, and all of its shape as `(rows, time)`."""
+    rows, shape = dict[str, Tensor](), fields[INPUT_IDS].shape
+    for name, field in fields.items():
+        if field.shape == shape:
+            rows[name] = field.flatten(0, 1)
+    return rows
+
+
 def pack_samples(
     samples: Sequence[Sample],
     aligned: Collection[str],

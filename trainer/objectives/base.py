@@ -36,7 +36,7 @@ from trainer.core.micro_batch import IGNORED, Fields, output_part
 from trainer.core.rows import Described
 from trainer.core.stateful import STEP_KEYS
 from trainer.data.collate import LABELS, WEIGHT
-from trainer.data.samples import INPUT_IDS, LabelKind, without_marks
+from trainer.data.samples import LabelKind, without_marks
 from trainer.objectives.by_source import Recorded, figure_of, marks_by_source, source_sums
 from trainer.objectives.text_output import TextOutput
 
@@ -316,12 +316,6 @@ def _refuse(method: str, value: object, remedy: str) -> NoReturn:
 def without_labels(fields: Fields) -> Fields:
     """Leave out labels, of which a model could compute a loss of its own, and their weights."""
     return {name: value for name, value in fields.items() if name not in {LABELS, WEIGHT}}
-
-
-def text_rows(fields: Fields) -> dict[str, Tensor]:
-    """Give `input_ids`, `(samples, texts, time)`, and all of its shape as `(rows, time)`."""
-    shape = fields[INPUT_IDS].shape
-    return {name: field.flatten(0, 1) for name, field in fields.items() if field.shape == shape}
 
 
 def logits_from(model: ModelCall, fields: Fields) -> Tensor:

@@ -83,8 +83,7 @@ class Classify(Objective):
             return found
         for i, each in enumerate(classes):
             at = _wanted(fields, i, each)
-            line = {"prediction": each[at].tolist(), "probability": best[i][at].tolist()}
-            found.append(line)
+            found.append({"prediction": each[at].tolist(), "probability": best[i][at].tolist()})
         return found
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:

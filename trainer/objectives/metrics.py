@@ -13,7 +13,6 @@ from functools import partial
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config.metric_names import sum_metrics
@@ -21,7 +20,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED
 from trainer.data.samples import LabelKind
 from trainer.objectives.base import Objective
-from trainer.objectives.weighting import weighted
+from trainer.objectives.weighting import summed_entropy, weighted
 
 SumOf = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Logits and labels, of labels that count alone, and how often each does, to what is summed."""
@@ -80,9 +79,8 @@ def _flag_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tenso
 
 
 def _entropy(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
-    entropy = F.cross_entropy(logits.double(), labels, reduction="none")
     every = weighted(torch.ones_like(labels), weight)
-    return torch.stack([weighted(entropy, weight).sum(), every.sum()])
+    return torch.stack([summed_entropy(logits.double(), labels, weight), every.sum()])
 
 
 def _score_counts(logits: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:

@@ -119,8 +119,7 @@ class TokenEntropy(Objective):
         logits, targets = at_least_single(logits).flatten(0, -2), targets.flatten()
         if weight is not None:
             weight = weight.flatten()
-        smoothing = self.label_smoothing
-        entropy = summed_entropy(logits, targets, weight, label_smoothing=smoothing)
+        entropy = summed_entropy(logits, targets, weight, label_smoothing=self.label_smoothing)
         losses = {"cross_entropy": entropy}
         if self.z_loss:
             partition = logits.logsumexp(-1).masked_fill(targets == IGNORED, 0.0)

@@ -181,9 +181,8 @@ class Order:
             return ()
         first = last = next(self.walk(0))
         for last in self.walk(num_steps):
-            size = self.size_of(first)
-            if size != self.size_of(last):
-                found.append(Stage(size, first, last))
+            if self.size_of(first) != self.size_of(last):
+                found.append(Stage(self.size_of(first), first, last))
                 first = last
         if first != last:
             found.append(Stage(self.size_of(first), first, last))
@@ -300,8 +299,7 @@ class Order:
             count, rest = divmod(self.num_samples, size)
         elif lengths.is_constant:
             # A step of tokens takes whole samples, so it rounds up.
-            samples_per_step = -(-size // lengths.max())
-            count, rest = divmod(self.num_samples, samples_per_step)
+            count, rest = divmod(self.num_samples, -(-size // lengths.max()))
         else:
             # In chunks, as all lengths at once would take 8 bytes a sample. A step that a chunk
             # does not complete goes on in the next: `rest` are its tokens so far.

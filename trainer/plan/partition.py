@@ -54,9 +54,8 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     if layout.lockstep and layout.world_size > 1:
         ranks = _cut_in_lockstep(longest_first, padded, layout.world_size, cost, cap, limit)
     else:
-        shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
         ranks = []
-        for share in shares:
+        for share in deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size):
             own = longest_first[share]
             ranks.append(split_at(own, cut_sorted(padded[own], cap, cost, limit)))
     return padded_apart(samples_of_groups(ranks, size, len(lengths)), lengths, layout)
@@ -111,7 +110,6 @@ def padded_apart(
     step, padded = layout.pad_multiple, lengths if layout.packed else pad_lengths(lengths, layout)
     if cap is not None and layout.max_shapes is not None:
         step *= -(-cap // layout.max_shapes // step)
-
     found = per_slot(np.add if layout.packed else np.maximum, padded, ranks)
     if layout.packed:
         rounded = -(-np.maximum(found, 1) // step) * step

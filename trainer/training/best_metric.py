@@ -59,11 +59,10 @@ class BestMetric(Stateful):
             if self.mode == "max":
                 gain = -gain
             is_better = gain > self.min_delta
+        self.num_since += 1
         if is_better:
             self.value, self.step, self.num_since = value, step, 0
-            return True
-        self.num_since += 1
-        return False
+        return is_better
 
     def __str__(self) -> str:
         if self.value is None:

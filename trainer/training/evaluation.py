@@ -112,9 +112,7 @@ def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
             numbers += each["sums"].get(name, ())
             counts += each["weights"].get(name, ())
         total, weight = _rounded_once(numbers), _rounded_once(counts)
-        means[name] = math.nan
-        if weight:
-            means[name] = total / weight
+        means[name] = total / (weight or math.nan)
     whole = {"loss": sum(means[name] for name in terms)}
     if len(terms) == 1:
         del means[terms[0]]  # which is the whole

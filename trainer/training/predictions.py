@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trainer.core.errors import ConfigError, Preempted
+from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
@@ -42,35 +42,32 @@ def predict(
     coupling, kind = objective.coupling, type(objective).__name__
     if coupling.kind != "none" and not tells_by_rows(objective):
         raise ConfigError(f"eval.predictions=true: {kind} gives no sample a loss: {coupling.why}")
-
-    def lines_of(places: IntArray) -> list[Line]:
-        return [*_lines(model, objective, part, places[world.rank :: world.size], world)]
-
-    return lines_of_all(part, world, was_asked, lines_of)
+    return lines_of_all(part, world, was_asked, partial(_lines, model, objective, part, world))
 
 
 def lines_of_all(
     part: HeldOut,
     world: World,
     was_asked: Callable[[], bool],
-    lines_of: Callable[[IntArray], list[Line]],
+    lines_of: Callable[[IntArray], Iterator[Line]],
 ) -> list[Line]:
     """Give the lines of all samples by their ids; `lines_of` gives a rank's own. Collective."""
     found = list[Line]()
     for start in range(0, part.num_samples, EXCHANGED_AT_ONCE):
         places = part.chosen(start, start + EXCHANGED_AT_ONCE)
-        for each in world.on_all(partial(lines_of, places)):
+        compute: Callable[[], list[Line]] = partial(list, lines_of(places))
+        for each in world.on_all(compute):
             found += each
-        if any(world.collect(was_asked())):
-            raise Preempted("stopped during an evaluation")
+        world.end_if(was_asked(), "stopped during an evaluation")
     return sorted(found, key=lambda line: int(line["id"]))
 
 
 def _lines(
-    model: Parallel, objective: Objective, part: HeldOut, places: IntArray, world: World
-) -> Iterator[dict[str, Any]]:
-    """Compute samples at some places, one after the other."""
+    model: Parallel, objective: Objective, part: HeldOut, world: World, places: IntArray
+) -> Iterator[Line]:
+    """Compute this rank's samples of those at some places, one after the other."""
     data, packed = part.loader.dataset, part.layout.packed
+    places = places[world.rank :: world.size]
     padded = pad_lengths(part.lengths[places], part.layout).tolist()
     requests = (
         Request(ids=(place,), epoch=0, pad_to=length, packed=packed)
@@ -91,7 +88,7 @@ def _lines(
             else:
                 pairs = objective.predictions(call.output, fields)
             label, prediction = next(iter(pairs), (None, None))
-            line: dict[str, Any] = {"id": int(data.original_ids(place))}
+            line: Line = {"id": int(data.original_ids(place))}
             if (source := data.source_of(place)) is not None:
                 line["source"] = source
             line["label"] = _named(label, names)

@@ -123,15 +123,13 @@ def _compute_passes(
     Gives what ranks agreed on in the last pass, or in the first that ran out of memory anywhere.
     """
     rows: Rows = {}
-    for each in context.model.strategy.before:
-        agreed = window.agree(
-            context, window.compute(context, batch, each, divisors, rows), divisors
-        )
-        if agreed.loss is None:
-            return agreed
+    for each in context.model.strategy.passes:
+        mine = window.compute(context, batch, each, divisors, rows)
+        agreed = window.agree(context, mine, divisors)
+        if agreed.loss is None or each is context.model.strategy:
+            break
         rows = window.exchange(context, agreed)
-    last = window.compute(context, batch, context.model.strategy, divisors, rows)
-    return window.agree(context, last, divisors)
+    return agreed
 
 
 def _roll_back(context: StepContext) -> None:

@@ -36,7 +36,7 @@ from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext, StepState
 from trainer.training.window import Outcome, exchange
-from trainer.verify.comparison import Errors, Gradient, compared
+from trainer.verify.comparison import Errors, Gradient, compared, is_finite
 
 NARROWING: Mapping[Any, torch.dtype] = {
     Tensor.float: torch.float32,
@@ -333,8 +333,7 @@ class Case:
             found = self._scaled_gradient(
                 micro_batches, kind, strategy, scale.value, with_buffers=with_buffers
             )
-            is_finite = scale.value == 1.0 or all(bool(g.isfinite().all()) for g in found.values())
-            if is_finite or not scale.shrink():
+            if scale.value == 1.0 or is_finite(found) or not scale.shrink():
                 return found
 
     def _scaled_gradient(

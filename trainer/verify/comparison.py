@@ -90,6 +90,11 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype) -> Errors:
     return Errors(by_name=by_name, limit=EXACT[dtype], cancelled=tuple(cancelled))
 
 
+def is_finite(gradient: Gradient) -> bool:
+    """Whether all of its numbers are finite."""
+    return all(bool(values.isfinite().all()) for values in gradient.values())
+
+
 def _ratio(distance: float, size: float) -> float:
     if not distance and not size:
         return 0.0

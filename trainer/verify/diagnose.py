@@ -19,10 +19,11 @@ from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.tensors import bits_of, dtype_name, gradient_dtype
 from trainer.models.recompute import recompute_nothing, recomputes
+from trainer.parallel.base import trained_parameters
 from trainer.plan.cut import IntArray
 from trainer.training.context import StepContext
 from trainer.verify.case import Case
-from trainer.verify.comparison import Errors, Gradient
+from trainer.verify.comparison import Errors, Gradient, is_finite
 from trainer.verify.find_module import Found, NamedReasons, Reason, find_modules, name_reasons
 from trainer.verify.report import Verdict
 from trainer.verify.trace import OUTSIDE
@@ -45,10 +46,7 @@ RUNS_AGAIN = Reason(
 
 def low_precision(module: nn.Module) -> str | None:
     """Name the dtype of trained parameters that accumulate in fewer bits than fp32, if any."""
-    dtypes = set[torch.dtype]()
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            dtypes.add(gradient_dtype(parameter))
+    dtypes = {*map(gradient_dtype, trained_parameters(module))}
     for dtype in LOW:
         if dtype in dtypes:
             return dtype_name(dtype)
@@ -126,7 +124,7 @@ def _drawing(case: Case, found: Found, errors: Errors) -> NamedReasons:
 
 def _unproven(case: Case, errors: Errors, *gradients: Gradient) -> NamedReasons:
     """Tell whether no gradient is finite, or the error may be due to rounding alone."""
-    if not any(map(_is_finite, gradients)):
+    if not any(map(is_finite, gradients)):
         text = "the loss or its gradient is not finite (nan or inf), however the step is cut"
         return [("gradient", Reason(text, "not_proven"))]
     most = AMPLIFIED[case.limit_dtype]
@@ -139,10 +137,6 @@ def _unproven(case: Case, errors: Errors, *gradients: Gradient) -> NamedReasons:
         verdict="not_proven",
     )
     return [("rounding", reason)]
-
-
-def _is_finite(gradient: Gradient) -> bool:
-    return all(bool(values.isfinite().all()) for values in gradient.values())
 
 
 def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReasons:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from trainer.config.components import Pooling
 from trainer.core.micro_batch import Fields, output_part
-from trainer.data.collate import ATTENTION_MASK
+from trainer.data.collate import ATTENTION_MASK, text_rows
 from trainer.data.samples import INPUT_IDS, PIXEL_VALUES
 from trainer.models.facts import noted_facts
-from trainer.objectives.base import ModelCall, at_least_single, text_rows
+from trainer.objectives.base import ModelCall, at_least_single
 
 NEGATIVES = "negatives"
 

@@ -9,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
+from trainer.data.collate import text_rows
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import ModelRun
-from trainer.objectives.base import at_least_single, logits_of, text_rows, without_labels
+from trainer.objectives.base import at_least_single, logits_of, without_labels
 from trainer.objectives.next_token import LEAST_BYTES, shifted_labels
 
 ROWS_OF_PAIR = 2  # of a pair: the chosen row, then the rejected one

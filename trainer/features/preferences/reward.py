@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.data.collate import text_rows
 from trainer.data.samples import INPUT_IDS
 from trainer.features.preferences.pairs import ROWS_OF_PAIR, pair_rows
 from trainer.objectives.base import (
@@ -20,7 +21,6 @@ from trainer.objectives.base import (
     at_least_single,
     logits_from,
     logits_of,
-    text_rows,
 )
 from trainer.objectives.text_output import TextOutput
 

@@ -97,9 +97,9 @@ class AnswerWriter:
 
     def _of_rank(
         self, part: HeldOut, was_asked: Callable[[], bool], places: IntArray
-    ) -> list[Line]:
+    ) -> Iterator[Line]:
         """Write the answers of this rank's groups; stops where a signal asks for it."""
-        found, data = list[Line](), part.loader.dataset
+        data = part.loader.dataset
         groups = _groups(places, part.lengths)[self.world.rank :: self.world.size]
         requests = (
             Request((place,), 0, int(part.lengths[place])) for group in groups for place in group
@@ -117,10 +117,9 @@ class AnswerWriter:
                         if (each := AskedSample.of(self.objective, fields, number)) is not None:
                             asked.append(each)
                     for some in self._together(asked):
-                        found += self._written(some, data.facts.pad_token_id or 0)
+                        yield from self._written(some, data.facts.pad_token_id or 0)
         finally:
             self.model.release()
-        return found
 
     def _together(self, asked: Sequence[AskedSample]) -> Iterator[list[AskedSample]]:
         """Part the samples of a group where the shortest would wait long for others."""
