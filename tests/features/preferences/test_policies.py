@@ -129,6 +129,12 @@ def test_verify_proves_the_step_and_evaluations_have_the_rewards():
     assert shell(f"predict run={run.folder} data.path=pairs.jsonl log.generate_tokens=2") == 0
 
 
+def test_a_model_that_computes_a_loss_of_any_rows_learns_pairs_by_itself():
+    transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300).save_pretrained("gpt2")
+    config = "model.config=gpt2/config.json model.task=causal_lm tokenizer=hf tokenizer.path=llama"
+    go(f"{ONE_STEP} {config} steps=1")
+
+
 @pytest.mark.parametrize("objective", [DirectPreference(), OddsRatio()])
 def test_pairs_without_labels_as_a_classifier_gets_them_are_refused(objective):
     with pytest.raises(ConfigError, match=r"objective=(dpo|orpo): learns the tokens of answers"):
