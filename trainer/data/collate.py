@@ -101,11 +101,8 @@ def stack_rows(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 def text_rows(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give `input_ids`, `(samples, texts, time)`, and all of its shape as `(rows, time)`."""
-    rows, shape = dict[str, Tensor](), fields[INPUT_IDS].shape
-    for name, field in fields.items():
-        if field.shape == shape:
-            rows[name] = field.flatten(0, 1)
-    return rows
+    shape = fields[INPUT_IDS].shape
+    return {n: field.flatten(0, 1) for n, field in fields.items() if field.shape == shape}
 
 
 def pack_samples(
@@ -132,7 +129,7 @@ def pack_samples(
                 f"data: field {name!r} does not have one entry per token, so samples cannot be "
                 f"packed end to end; use padded micro-batches"
             )
-    lengths = [len(value) for value in next(columns[name] for name in columns if name in aligned)]
+    lengths = [*map(len, next(columns[name] for name in columns if name in aligned))]
     if WEIGHT in columns.keys() - {*aligned}:
         columns[WEIGHT] = [each.expand(n) for each, n in zip(columns[WEIGHT], lengths, strict=True)]
     spare = pad_to - sum(lengths)

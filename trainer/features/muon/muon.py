@@ -139,4 +139,4 @@ def _hidden_matrices(model: nn.Module) -> set[int]:
             no_factors += part.parameters()
     own = (parameter for _, parameter in own_parameters(model))
     matrices = {id(p) for p in own if p.ndim == 2 and not p.is_complex()}  # noqa: PLR2004
-    return matrices - {id(parameter) for parameter in no_factors}
+    return matrices - set(map(id, no_factors))
