@@ -171,7 +171,7 @@ def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tenso
             continue
         if not (dtype.is_floating_point or dtype.is_complex):
             # Losses take no other integers, embeddings few, and -100 has no place in bool or uint8.
-            columns[name] = [value.long() for value in columns[name]]
+            columns[name] = [*map(Tensor.long, columns[name])]
         elif name == INPUT_IDS:
             raise DataError(f"data: field {name!r} is {dtype} in {name_of(0)}; it must be integer")
     return columns

@@ -50,8 +50,7 @@ class Labels:
             return found
         if len(value) != len(found):
             raise ValueError(f"{len(value)} labels, and other records have {len(found)}")
-        for place, each in enumerate(value):
-            found[place] = self._placed(each)
+        found[:] = [*map(self._placed, value)]
         if (found == IGNORED).all():
             raise DroppedError("without a label")
         return found

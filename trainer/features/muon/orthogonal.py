@@ -145,7 +145,7 @@ def _exchange(
     `empty` is of their dtype and on their device.
     """
     # Of one row each, so that what has no element is sent as well
-    rows = [[part.flatten() for part in each] for each in sent]
+    rows = [[*map(torch.flatten, each)] for each in sent]
     flat = torch.cat([empty, *chain(*rows)])
     given = [sum(map(len, each)) for each in rows]
     sizes = [[*map(math.prod, each)] for each in shapes]
