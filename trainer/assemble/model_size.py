@@ -47,7 +47,7 @@ def refuse_too_large(
 
 
 def _refusal(module: nn.Module, what: str, limit: MemoryLimit, ranks: int) -> DoesNotFitError:
-    count = plural(sum(p.numel() for p in module.parameters()), "parameter")
+    count = plural(sum(map(torch.numel, module.parameters())), "parameter")
     there = f"{size(limit.bytes)} are available{' on each rank' * (ranks > 1)} ({limit.source})"
     return DoesNotFitError(
         f"model: {type(module).__name__} has {count}, whose {what}, and {there}: use a smaller "

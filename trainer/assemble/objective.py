@@ -125,10 +125,7 @@ def fitting_objective(
 ) -> Chosen:
     """Build the objective that a model is made for; `fields` are a collated micro-batch."""
     template = construct(config.objective, "objective", ByModel)
-    typed = {}
-    for key, value in vars(template).items():
-        if value is not None:
-            typed[key] = value
+    typed = {key: value for key, value in vars(template).items() if value is not None}
     option, why = _by_model(module, fields)
     params = {**options_of("objective")[option], **typed}
     component = components.Component(target=params.pop("_target_"), params=params, name=option)

@@ -45,10 +45,7 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
     adapter, settings = None, None
     if config.adapter.target != NO_ADAPTER:
         settings = config.adapter.params
-        typed = list[str]()
-        for key, value in settings.items():
-            if value:
-                typed.append(f"{key}={show(value)}")
+        typed = [f"{key}={show(value)}" for key, value in settings.items() if value]
         adapter = join_parts(config.adapter.name or config.adapter.target, *typed)
     return [
         row("model", text, group="asked", model=name, num_parameters=trained, num_frozen=frozen),

@@ -16,11 +16,7 @@ from trainer.core.tensors import dtype_name
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Take the tensors of a `state_dict`, which may hold what `get_extra_state` gave, too."""
-    tensors = dict[str, Tensor]()
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-    return tensors
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def by_own_names(own: Iterable[str], by_plain_name: Mapping[str, Any]) -> dict[str, Any]:

@@ -293,7 +293,7 @@ class CheckpointWriter:
             # Clones are in pageable memory; page-locked memory stays with the process.
             copied = dict[str, Mapping[str, Tensor]]()
             for file, inner in files.items():
-                clones = (tensor.clone() for tensor in in_main_memory(inner.values()))
+                clones = map(Tensor.clone, in_main_memory(inner.values()))
                 copied[file] = dict(zip(inner, clones, strict=True))
             state = copied, copy.deepcopy(dict(parts)), self._world
             self._in_flight = self._thread.submit(self.store.save, step, *state)

@@ -50,7 +50,7 @@ DTYPES: Mapping[torch.dtype, str] = {
 }
 """Every dtype that can be stored, in safetensors' spelling."""
 
-_BY_SPELLING = {spelling: dtype for dtype, spelling in DTYPES.items()}
+_BY_SPELLING = dict(zip(DTYPES.values(), DTYPES, strict=True))
 
 
 @final
@@ -101,8 +101,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> t
     The tensors are of dtypes in `DTYPES`; any layout in memory, any device, any size.
     """
     # Wide dtypes first keep every tensor aligned to its own width.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    return durable.write_file(path, _pieces({name: tensors[name] for name in names}))
+    widest_first = sorted(tensors.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
+    return durable.write_file(path, _pieces(dict(widest_first)))
 
 
 def open_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:

@@ -123,11 +123,7 @@ class StoredWeights:
 
     def changed(self, here: Mapping[str, Tensor]) -> list[str]:
         """Name the frozen weights that do not have the values that the run had. Collective."""
-        changed = list[str]()
-        for name, digest in digests_of(here).items():
-            if digest != self.frozen[name]:
-                changed.append(name)
-        return changed
+        return [n for n, digest in digests_of(here).items() if digest != self.frozen[n]]
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> dict[str, StoredTensor]:
@@ -182,11 +178,7 @@ class ModelPart(Stateful):
         if stored.is_adapter:
             # What is beside the model may be a copy of it with that adapter.
             return cls(module, digests_of(without_frozen(frozen)))
-        digests = dict[str, str]()
-        for name in frozen:
-            if name in stored.frozen:
-                digests[name] = stored.frozen[name]
-        return cls(module, digests)
+        return cls(module, {n: stored.frozen[n] for n in frozen if n in stored.frozen})
 
     def state(self) -> State:
         """See the base class; tied weights are one tensor under several names. Collective."""

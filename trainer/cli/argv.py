@@ -105,7 +105,7 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
             unknown.append(_unknown_word(token))
         else:
             stray.append(token)
-    command = words[0] if words else None
+    command = next(iter(words), None)
     faults += _stray_faults(stray, command)
     only_shows = not flags.keys().isdisjoint(_SHOWING) or not set(words).isdisjoint(PAGE_WORDS)
     if faults or (unknown and only_shows):
@@ -125,7 +125,7 @@ def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     Takes the words behind the token; empty where the token stands for itself. Gives the fault,
     and the setting that is meant, where it is clear.
     """
-    words, after = [token], waiting[-1] if waiting else "--"
+    words, after = [token], ["--", *waiting][-1]
     name, equals, value = token.partition("=")
     is_flag = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
     is_value = not _NO_VALUE.match(after) and after not in COMMAND_HELP
@@ -163,9 +163,9 @@ def _hint_for_key(word: str) -> str:
     """Say that a key, ours or another trainer's, takes a value; empty where a word is none."""
     from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
     from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, hint_for  # noqa: PLC0415
+    from trainer.config.trackers import OURS  # noqa: PLC0415
 
-    sections = {key.partition(".")[0] for key in KEYS}
-    is_own = word in KEYS or ("." in word and word.partition(".")[0] in sections)
+    is_own = word in KEYS or ("." in word and word.partition(".")[0] in OURS)
     hint = ""
     if word not in KEYS and (is_own or word in {*OTHER_WORDS, *NONE_HERE}):
         hint = hint_for(word, KEYS)
@@ -238,7 +238,7 @@ def _class_of(path: Path) -> str:
     with suppress(OSError, SyntaxError, ValueError):
         for each in ast.parse(path.read_bytes()).body:
             if isinstance(each, ast.ClassDef):
-                bases = [ast.unparse(base) for base in each.bases]
+                bases = [*map(ast.unparse, each.bases)]
                 if any(base.endswith("Module") for base in bases):
                     return f"{module}.{each.name}"
     return f"{module}.CLASS"

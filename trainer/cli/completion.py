@@ -28,7 +28,7 @@ _END = {
 
 def completion(lines: Sequence[str], composer: Composer) -> str:
     """Give the text that `--shell-completion` prints: what a shell evaluates, or offers."""
-    action, _, shell = (lines[0] if lines else "").partition("=")
+    action, _, shell = next(iter(lines), "").partition("=")
     if action not in ("install", "uninstall", "query") or shell not in _END:
         choices = "install=, uninstall= or query= with bash, zsh or fish"
         raise ConfigError(f"--shell-completion {' '.join(lines)}: type {choices}")

@@ -110,5 +110,4 @@ def words_of(setting: object) -> list[str]:
 
 
 def _default(setting: object) -> str:
-    words = words_of(setting)
-    return words[0] if words else str(setting)
+    return next(iter(words_of(setting)), str(setting))

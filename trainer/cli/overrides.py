@@ -217,7 +217,7 @@ def classify(overrides: Sequence[Override], groups: ConfigGroups) -> Classified:
     A class named over an option (`model._target_=pkg.Net`) chooses the group's empty option.
     """
     parts = Classified()
-    typed = {dotted(override) for override in overrides}
+    typed = set(map(dotted, overrides))
     own = [path for path in COMPONENTS if f"{path}.{TARGET}" in typed]
     for override in overrides:
         key = dotted(override)

@@ -116,7 +116,7 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
     if isinstance(config, str) or not isinstance(config, Mapping | Sequence):
         raise ConfigError("train(...): takes a config, a mapping, or a list of overrides")
     if not isinstance(config, Mapping):
-        request = split_argv([str(line) for line in config])
+        request = split_argv([*map(str, config)])
         if request.faults:
             raise ConfigError(*request.faults)
         if request.flags:

@@ -61,8 +61,8 @@ def declared(target: str) -> Declared:
     """Give what a class by its import path declares, its bases included, or a function."""
     module_name, _, name = target.rpartition(".")
     module = _read(module_name)
-    definition = module.definitions.get(name) if module else None
-    if module is None or definition is None:
+    definition = module.definitions.get(name)
+    if definition is None:
         # Its constructor answers for its arguments, once it is imported.
         return Declared({}, {})
     if isinstance(definition, ast.FunctionDef):
@@ -92,8 +92,8 @@ def metrics_of(objective: str) -> Collection[str] | None:
         return ()
     module_name, _, name = objective.rpartition(".")
     module = _read(module_name)
-    definition = module.definitions.get(name) if module else None
-    if module is None or not isinstance(definition, ast.ClassDef):
+    definition = module.definitions.get(name)
+    if not isinstance(definition, ast.ClassDef):
         return None
     for each in definition.body:
         match each:
@@ -156,13 +156,14 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
 
 
 @cache
-def _read(name: str) -> _Module | None:
-    """Parse a module; None where it is not found, is not Python, or imports nothing of ours."""
+def _read(name: str) -> _Module:
+    """Parse a module; empty where it is not found, is not Python, or imports nothing of ours."""
+    imports, definitions = dict[str, str](), dict[str, ast.stmt]()
+    module = _Module(name, imports, definitions)
     with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         file = _file_of(name)
         if file is None or b"from trainer." not in (source := file.read_bytes()):
-            return None
-        imports, definitions = dict[str, str](), dict[str, ast.stmt]()
+            return module
         # Not into functions: a walk through all takes longer than the rest.
         for block in ast.parse(source).body:
             if isinstance(block, ast.ClassDef | ast.FunctionDef):
@@ -172,8 +173,7 @@ def _read(name: str) -> _Module | None:
             for node in nodes:
                 if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        return _Module(name, imports, definitions)
-    return None
+    return module
 
 
 def _file_of(name: str) -> Path | None:

@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scala
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [*map(_plain, value)]
     return value
 
 

@@ -88,7 +88,7 @@ class EarlierState:
 
         Other tensors take the place of its buffers, whose values a backward may still need.
         """
-        now = [dict(each) for each in self._buffers]
+        now = [*map(dict, self._buffers)]
         undo = [*undo_other_state(self._module), *undo_numbers(self._module.modules())]
         self._put(_cloned(self._copies), self._undo)
         try:

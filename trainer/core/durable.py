@@ -156,7 +156,7 @@ def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
+        return [*map(strict, value)]
     return value
 
 

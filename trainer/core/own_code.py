@@ -73,7 +73,7 @@ class OwnCode:
         if _origin(installed) is None:
             spec = self._spec(package) or installed
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-        return next((os.path.realpath(place) for place in places if place), "")
+        return next(map(os.path.realpath, filter(None, places)), "")
 
     def digests(self) -> dict[str, str]:
         """Hash the file of every module of the user's that is imported."""

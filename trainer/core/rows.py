@@ -67,4 +67,4 @@ def record_of(rows: Iterable[Row]) -> dict[str, Any]:
 
 def join_parts(*parts: object) -> str | None:
     """Join what there is to say; a part may come of `count and text`."""
-    return ", ".join(str(part) for part in parts if part) or None
+    return ", ".join(map(str, filter(None, parts))) or None

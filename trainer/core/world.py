@@ -99,7 +99,7 @@ class World:
             # Sizes go first: all tensors of a gathering have one shape.
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
-            counts = [int(size) for size in sizes]
+            counts = [*map(int, sizes)]
             texts = [torch.empty(max(counts), dtype=torch.uint8) for _ in counts]
             padded = torch.nn.functional.pad(own, (0, max(counts) - len(own)))
             dist.all_gather(texts, padded, group=group)

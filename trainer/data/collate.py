@@ -101,11 +101,8 @@ def stack_rows(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 def text_rows(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give `input_ids`, `(samples, texts, time)`, and all of its shape as `(rows, time)`."""
-    rows, shape = dict[str, Tensor](), fields[INPUT_IDS].shape
-    for name, field in fields.items():
-        if field.shape == shape:
-            rows[name] = field.flatten(0, 1)
-    return rows
+    shape = fields[INPUT_IDS].shape
+    return {n: field.flatten(0, 1) for n, field in fields.items() if field.shape == shape}
 
 
 def pack_samples(
@@ -132,7 +129,7 @@ def pack_samples(
                 f"data: field {name!r} does not have one entry per token, so samples cannot be "
                 f"packed end to end; use padded micro-batches"
             )
-    lengths = [len(value) for value in next(columns[name] for name in columns if name in aligned)]
+    lengths = [*map(len, next(columns[name] for name in columns if name in aligned))]
     if WEIGHT in columns.keys() - {*aligned}:
         columns[WEIGHT] = [each.expand(n) for each, n in zip(columns[WEIGHT], lengths, strict=True)]
     spare = pad_to - sum(lengths)
@@ -174,7 +171,7 @@ def _columns(samples: Sequence[Sample], name_of: NameOf) -> dict[str, list[Tenso
             continue
         if not (dtype.is_floating_point or dtype.is_complex):
             # Losses take no other integers, embeddings few, and -100 has no place in bool or uint8.
-            columns[name] = [value.long() for value in columns[name]]
+            columns[name] = [*map(Tensor.long, columns[name])]
         elif name == INPUT_IDS:
             raise DataError(f"data: field {name!r} is {dtype} in {name_of(0)}; it must be integer")
     return columns

@@ -60,10 +60,7 @@ def data_rows(
             if each.text:
                 rows.append(row("", f"{part or 'held out'}: {each.text}"))
     # Class weights and predictions number the classes so.
-    shown = list[str]()
-    for i, label in enumerate(names):
-        if label != str(i):  # those that are words
-            shown.append(f"{i} {label}")
+    shown = [f"{i} {label}" for i, label in enumerate(names) if label != str(i)]  # the words
     if len(shown) > MOST_CLASSES:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
     # Data that count them have named them, too.

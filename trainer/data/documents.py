@@ -111,7 +111,7 @@ class TextSamples:
                 body[max(begin - of_body, 0) : max(end - of_body, 0)],
                 suffix[max(begin - of_suffix, 0) : max(end - of_suffix, 0)],
             ]
-        return np.concatenate([np.asarray(each) for each in parts]).astype(np.int64)
+        return np.concatenate([*map(np.asarray, parts)]).astype(np.int64)
 
     def read(self, sample: int) -> dict[str, Tensor]:
         """Give `input_ids`, int64, as `labels` too, and their `weight`; all `(length,)`."""
@@ -193,8 +193,8 @@ def kinds_of(fields: Mapping[str, Any]) -> dict[str, SampleKind]:
 
 def packed_fields(fields: Mapping[str, Any]) -> bytes:
     """Put the fields of one sample into bytes: how many numbers each has, then the numbers."""
-    arrays = [np.asarray(values).ravel() for values in fields.values()]
-    heads = np.array([len(each) for each in arrays], dtype=STORED)
+    arrays = [*map(np.ravel, fields.values())]
+    heads = np.array([*map(len, arrays)], dtype=STORED)
     parts = [heads.tobytes()]
     for each in arrays:
         dtype = REAL if each.dtype.kind == "f" else STORED
@@ -390,7 +390,7 @@ class ByteDocuments(TwoSides):
             # `np.split` makes one empty block of no samples.
             if len(block) == 0:
                 break
-            tokens = np.concatenate([self._samples.ids(sample) for sample in block])
+            tokens = np.concatenate([*map(self._samples.ids, block)])
             pairs = tokens[:-1] * VOCAB_SIZE + tokens[1:]
             # The first token of a sample is not predicted from the last one of another.
             pairs = np.delete(pairs, np.cumsum(lengths[block])[:-1] - 1)

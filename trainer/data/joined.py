@@ -108,8 +108,7 @@ class Joined(Dataset[Sample]):
 
     def _lengths(self) -> IntArray:
         """Give the tokens of each sample, `(samples,)`."""
-        found = [self._lengths_of(part) for part in range(len(self._views))]
-        return np.concatenate([NO_IDS, *found])
+        return np.concatenate([NO_IDS, *map(self._lengths_of, range(len(self._views)))])
 
     def _lengths_of(self, part: int) -> IntArray:
         places = self._places(part, np.arange(self._counts[part]))

@@ -142,7 +142,7 @@ class SourceSpec:
                 raise ConfigError(*(f"{fault}; {hint}" for fault in error.faults)) from error
         else:
             built, rule = named_parts(self)
-        views = [DataView(each) for each in built]
+        views = [*map(DataView, built)]
         rule = views[0].facts.split_rule or rule
         # Where `split` is a mere label, all that is held out by it would be trained on.
         if self.takes_split and world.on_main(partial(have_equal_contents, *views)):
@@ -163,11 +163,7 @@ def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
     parts = splits() if callable(splits) and not spec.is_part else built
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
         return [built], ""
-    names = [TRAIN]
-    for name in HELD_OUT_NAMES:
-        if name in parts:
-            names.append(name)
-            break
+    names = [TRAIN, *(name for name in HELD_OUT_NAMES if name in parts)][:2]
     if len(parts) == 1:
         names = [*parts]
     elif TRAIN not in parts:

@@ -158,11 +158,7 @@ def _parameters_of(forward: Callable[..., Any]) -> tuple[list[str], list[str], b
 
 
 def _without(fields: Fields, left_out: Collection[str]) -> dict[str, Any]:
-    rest = dict[str, Any]()
-    for name, field in fields.items():
-        if name not in left_out:
-            rest[name] = field
-    return rest
+    return {name: field for name, field in fields.items() if name not in left_out}
 
 
 def unnamed_fields(module: nn.Module, names: Iterable[str]) -> list[str]:

@@ -146,8 +146,8 @@ def any_values(module: nn.Module, device: torch.device) -> Iterator[None]:
 
     All matrices share the memory of the largest, so that a large model takes little.
     """
-    sizes = [p.numel() for p in module.parameters()]
-    pool = torch.randn(max(sizes, default=0), generator=torch.Generator().manual_seed(0))
+    largest = max(map(torch.numel, module.parameters()), default=0)
+    pool = torch.randn(largest, generator=torch.Generator().manual_seed(0))
     pool = pool.mul_(_TRIAL_STD).to(device)
     real = {}
     for p in module.parameters():

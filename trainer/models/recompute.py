@@ -38,7 +38,7 @@ def repeated_stacks(model: nn.Module) -> list[nn.Module]:
     """Find the lists that `blocks_of` takes the blocks of."""
     # A list that two modules hold is there twice, as its blocks run twice.
     stacks = _outermost(model)
-    sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
+    sizes = [sum(map(torch.numel, stack.parameters())) for stack in stacks]
     # At least one weight, so that a stack of empty modules is none
     least = max(1, SIGNIFICANT * max(sizes, default=0))
     return [stack for stack, size in zip(stacks, sizes, strict=True) if size >= least]

@@ -271,7 +271,7 @@ def checked(
     if weights is not None:
         _check_names(objective, weights, [*losses, *metrics])
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
-        if any((weights or {}).get(name) for name in losses):
+        if any(map((weights or {}).get, losses)):
             raise ConfigError(
                 f"objective: {method} returned losses without a gradient: compute them from what "
                 "the model gives, with no detach(), item() or no_grad() on the way"

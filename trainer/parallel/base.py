@@ -260,7 +260,7 @@ class Replicated(Parallel):
         if len(grads) == 1 and grads[0].is_contiguous():
             return self.world.begin_sum(grads[0])
         flat = self._stage(bucket, slot)
-        pieces = torch.split(flat, [g.numel() for g in grads])
+        pieces = torch.split(flat, [*map(torch.numel, grads)])
         views = [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
         torch._foreach_copy_(views, grads)
         wait = self.world.begin_sum(flat)
@@ -273,7 +273,7 @@ class Replicated(Parallel):
 
     def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
         """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
-        size, dtype = sum(p.numel() for p in bucket), gradient_dtype(bucket[0])
+        size, dtype = sum(map(torch.numel, bucket)), gradient_dtype(bucket[0])
         memory = self.staging.get((dtype, slot))
         if memory is None or memory.numel() < size:
             memory = torch.empty(size, dtype=dtype, device=self.world.device)

@@ -241,7 +241,7 @@ class Sharded(Parallel):
     def gradient_norm(self) -> Tensor:
         """See the base class."""
         if self.world.device.type == "cpu":
-            here = [local_part(gradient) for gradient in self.gradients()]
+            here = [*map(local_part, self.gradients())]
             return self.sum_over_shards(norm_in_double(here).square()).sqrt()
         return whole_of(super().gradient_norm())
 
@@ -253,7 +253,7 @@ class Sharded(Parallel):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """See the base class."""
-        torch._foreach_mul_([local_part(gradient) for gradient in self.gradients()], factor)
+        torch._foreach_mul_([*map(local_part, self.gradients())], factor)
 
     def drop_gradients(self) -> None:
         """See the base class."""

@@ -36,7 +36,7 @@ class Overlap:
         self._flats = list[Tensor]()
         self._views, self._place = dict[nn.Parameter, Tensor](), dict[nn.Parameter, int]()
         for place, bucket in enumerate(buckets):
-            sizes, dtype = [p.numel() for p in bucket], gradient_dtype(bucket[0])
+            sizes, dtype = [*map(torch.numel, bucket)], gradient_dtype(bucket[0])
             flat = torch.zeros(sum(sizes), dtype=dtype, device=world.device)
             self._flats.append(flat)
             for parameter, piece in zip(bucket, torch.split(flat, sizes), strict=True):
@@ -55,7 +55,7 @@ class Overlap:
     def begin(self) -> None:
         """Begin a step with gradients of zero."""
         self.is_open, self.is_last = True, False
-        self._left = [set(bucket) for bucket in self._buckets]
+        self._left = [*map(set, self._buckets)]
         self._has_gradient.clear()
         torch._foreach_zero_(self._flats)
         for parameter, view in self._views.items():

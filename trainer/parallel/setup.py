@@ -64,7 +64,7 @@ class ParallelSetup(Described):
         sync = self.why or f"{self.sync.name}, parallel {self.mode}"
         if facts.world_size == 1:
             sync = "one rank, which sends nothing"
-        table = [asdict(each) for each in self.rows]
+        table = [*map(asdict, self.rows)]
         return [
             row("parallel", self.why_mode, parallel=self.mode),
             row("sync", sync, sync=self.sync.name, sync_table=table),

@@ -101,12 +101,12 @@ class Plan:
     @cached_property
     def num_micro_batches(self) -> int:
         """Micro-batches of the step, over all ranks."""
-        return sum(len(slots) for slots in self.ranks)
+        return sum(map(len, self.ranks))
 
     @cached_property
     def accum_steps(self) -> int:
         """Micro-batches of the busiest rank."""
-        return max(len(slots) for slots in self.ranks)
+        return max(map(len, self.ranks))
 
     def positions(self, rank: int, slot: int) -> int:
         """Computed positions of one micro-batch: samples times padded length."""
@@ -187,7 +187,7 @@ class Plan:
         cut = np.sort(np.concatenate(flat or [self.lengths[:0]]))
         if not np.array_equal(cut, np.arange(self.num_samples)):
             return "does not hold every sample of the global batch exactly once"
-        if layout.lockstep and len({len(slots) for slots in self.ranks}) > 1:
+        if layout.lockstep and len(set(map(len, self.ranks))) > 1:
             return (
                 "has different numbers of micro-batches on ranks that run in lockstep: give each "
                 "as many, or type sync=deferred"
@@ -212,7 +212,7 @@ def per_slot(combine: np.ufunc, values: IntArray, ranks: Sequence[Sequence[IntAr
     For all at once: on 1,024 ranks there are thousands of them.
     """
     slots = [*chain.from_iterable(ranks)]
-    sizes = np.array([len(ids) for ids in slots], dtype=np.int64)
+    sizes = np.array([*map(len, slots)], dtype=np.int64)
     is_full = sizes > 0
     found = np.zeros(len(slots), dtype=np.int64)
     if is_full.any():

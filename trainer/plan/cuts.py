@@ -83,7 +83,7 @@ class Fixed(Cut):
                 starts = np.arange(0, len(share), self.micro // size, dtype=np.int64)
             ranks.append(split_at(share, starts))
         if layout.lockstep:
-            busiest = max(len(slots) for slots in ranks)
+            busiest = max(map(len, ranks))
             ranks = [slots + (groups[:0],) * (busiest - len(slots)) for slots in ranks]
         return padded_apart(samples_of_groups(ranks, size, num_samples), lengths, layout)
 

@@ -69,7 +69,7 @@ def pack_rows(
     count = -(-len(rows) // multiple_of) * multiple_of
     balanced = _balanced(lengths.tolist(), costs.tolist(), cap, max_micro, count)
     packed = [np.array(row, dtype=np.int64) for row in balanced or _halved(rows, count)]
-    sizes = np.array([len(row) for row in packed])
+    sizes = np.array([*map(len, packed)])
     # Sums of all rows at once: a difference of two of them is what one row costs.
     sums = np.concatenate([[0.0], np.cumsum(costs[np.concatenate(packed)])])
     ends = np.cumsum(sizes)
@@ -79,8 +79,7 @@ def pack_rows(
 
 def _best_fit(lengths: Sequence[int], cap: int, max_micro: int) -> list[list[int]]:
     """Put each document into the fullest row that has room for it (best fit decreasing)."""
-    rows: list[list[int]] = []
-    smallest = lengths[-1] if lengths else 0
+    rows, smallest = list[list[int]](), min(lengths, default=0)
     open_rows: list[tuple[int, int]] = []  # room and row, sorted
     for index, length in enumerate(lengths):
         at = bisect_left(open_rows, (length, 0))
@@ -103,7 +102,7 @@ def _balanced(
     rows: list[list[int]] = [[] for _ in range(count)]
     rooms = [cap] * count
     loads = [(0.0, row) for row in range(count)]
-    tries, smallest = TRIES_PER_DOCUMENT * len(lengths), lengths[-1] if lengths else 0
+    tries, smallest = TRIES_PER_DOCUMENT * len(lengths), min(lengths, default=0)
     for index, length in enumerate(lengths):
         passed = []
         # An empty row takes a document of any length, alone.

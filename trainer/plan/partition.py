@@ -71,14 +71,14 @@ def samples_of_groups(
 ) -> list[list[IntArray]]:
     """List the samples of each slot's groups, group by group; the last of all may be short."""
     if group_size == 1:
-        return [list(slots) for slots in ranks]
+        return [*map(list, ranks)]
 
     def samples(groups: IntArray) -> IntArray:
         # In order, so that the short last group is the last of its micro-batch.
         ids: IntArray = np.sort(groups)[:, None] * group_size + np.arange(group_size)
         return ids[ids < num_samples]
 
-    return [[samples(slot) for slot in slots] for slots in ranks]
+    return [[*map(samples, slots)] for slots in ranks]
 
 
 def pad_length(length: int, layout: Layout) -> int:
@@ -115,8 +115,8 @@ def padded_apart(
         rounded = -(-np.maximum(found, 1) // step) * step
         if cap is not None:  # which a single long document may exceed
             rounded = np.maximum(found, np.minimum(rounded, cap))
-        is_empty = [len(ids) == 0 for ids in chain.from_iterable(ranks)]
-        found = np.where(is_empty, found, rounded)
+        sizes = [*map(len, chain.from_iterable(ranks))]
+        found = np.where(sizes, rounded, found)
     lengths_of_slots = iter(found.tolist())
     return Plan(
         ranks=tuple(map(tuple, ranks)),
@@ -222,11 +222,11 @@ def _cheapest_ends(costs: FloatArray, most: IntArray, fixed: float) -> list[int]
 def _evened(starts: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Share samples evenly among neighbours of one padded length, which costs nothing."""
     evened: list[int] = []
+    bounds = [*starts, len(lengths)]
     for _, equal in groupby(starts, key=lengths.__getitem__):
         run = list(equal)
         first = len(evened)
-        end = starts[first + len(run)] if first + len(run) < len(starts) else len(lengths)
-        size, count = end - run[0], len(run)
+        size, count = bounds[first + len(run)] - run[0], len(run)
         evened += [run[0] + index * size // count for index in range(count)]
     return evened
 

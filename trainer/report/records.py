@@ -50,7 +50,7 @@ def environment() -> dict[str, Any]:
             "cpu": cpu_model(),
             "cores": num_cores(),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            "gpus": [gpu.name_of(each) for each in gpu.devices()],
+            "gpus": [*map(gpu.name_of, gpu.devices())],
         },
     }
 

@@ -223,7 +223,7 @@ class Feed(Stateful):
         rank, step = self.world.rank, samples.after.step
         # The index runs over all ranks, so that the draws of a micro-batch do not depend on which
         # rank computes it.
-        before = sum(len(slots) for slots in plan.ranks[:rank])
+        before = sum(map(len, plan.ranks[:rank]))
         # A rank without micro-batches still gets an empty one from its workers.
         each = zip(requests, plan.ranks[rank], loaded, strict=False)
         micro_batches = tuple(

@@ -56,9 +56,7 @@ def check_consistency(
                 f"model: the parameters of rank {rank} differ from those of rank 0 ({name}): every "
                 "rank must build the same ones in the same order"
             )
-        differing = [
-            name for name, value in first["values"].items() if mine["values"][name] != value
-        ]
+        differing = [n for n, value in first["values"].items() if mine["values"][n] != value]
         if differing:
             raise ConfigError(
                 f"model: weights differ between ranks: {differing[0]} of rank {rank} is not that "

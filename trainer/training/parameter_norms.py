@@ -33,7 +33,7 @@ class ParameterNorms(Stateful):
         self._before: list[list[Tensor]] = []  # what it updates
         self._found: Mapping[str, Tensor] = {}
         copies = {id(weight): copy for weight, copy in masters_of(optimizer)}
-        of_blocks = {id(block) for block in blocks_of(model.module)}
+        of_blocks = set(map(id, blocks_of(model.module)))
         named = model.module.named_modules()
         blocks = [plain_name(name) for name, part in named if id(part) in of_blocks]
         self._weights = defaultdict[str, list[tuple[nn.Parameter, nn.Parameter]]](list)

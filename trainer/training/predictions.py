@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from trainer.config.amounts import whole
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
@@ -91,8 +92,8 @@ def _lines(
             line: Line = {"id": int(data.original_ids(place))}
             if (source := data.source_of(place)) is not None:
                 line["source"] = source
-            line["label"] = _named(label, names)
-            line["prediction"] = _named(prediction, names)
+            line["label"] = named_classes(label, names)
+            line["prediction"] = named_classes(prediction, names)
             yield line | found
     model.release()
 
@@ -106,11 +107,9 @@ def loss_of(
     for name, loss in losses.items():
         if weights[name]:
             means.append(loss.double() / weights[name])
-    found: dict[str, Any] = {"loss": None, "terms": max(weights[name] for name in losses)}
+    found: dict[str, Any] = {"loss": None, "terms": whole(max(weights[n] for n in losses))}
     if means:
         found["loss"] = float(torch.stack(means).sum())
-    if found["terms"].is_integer():
-        found["terms"] = int(found["terms"])
     return found
 
 
@@ -120,10 +119,10 @@ def tells_by_rows(objective: Objective) -> bool:
     return method not in {None, CoupledObjective.row_predictions}
 
 
-def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON
+def named_classes(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON
     """Put the names of classes for their numbers, where there are any."""
     if isinstance(value, list):
-        return [_named(each, names) for each in value]
+        return [named_classes(each, names) for each in value]
     # A label of -100 is none.
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
         return names[value]

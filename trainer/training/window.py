@@ -44,8 +44,8 @@ class Outcome:
 
 def count(context: StepContext, batch: PlannedBatch) -> StepDivisors:
     """Count what the sums of a step are divided by, over all ranks. Collective."""
-    for names in (m.weights.keys() for m in batch.micro_batches):
-        if names != set(context.terms):
+    for micro_batch in batch.micro_batches:
+        if (names := micro_batch.weights.keys()) != set(context.terms):
             raise ConfigError(
                 f"objective: `weights` of {type(context.model.objective).__name__} gives "
                 f"{', '.join(names)} and then {', '.join(context.terms)}: give every name each "
@@ -170,11 +170,11 @@ def remedies(context: StepContext, batch: PlannedBatch) -> str:
     """Say what to type where a step in lockstep ran out of memory."""
     shared, (_, longest) = batch.plan.max_shared_positions, batch.largest_sample()
     cap = max(shared // 2, longest)
-    remedy = (
-        f"type accum=budget accum.max_tokens={cap}" if cap < shared else "lower data.max_length"
-    )
+    remedy = "lower data.max_length"
     if context.model.coupling.fixes_cut:
         remedy = "lower accum.micro"
+    elif cap < shared:
+        remedy = f"type accum=budget accum.max_tokens={cap}"
     return remedy + ", or type sync=deferred" * (
         context.model.setup.deferred_fits and not context.model.coupling.joins_ranks
     )

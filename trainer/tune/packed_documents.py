@@ -99,7 +99,7 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     try:
         with restoring(module), torch.no_grad():
             module.eval()
-            separate = torch.cat([logits(fields) for fields in each])
+            separate = torch.cat([*map(logits, each)])
             packed, mixed = logits(row), logits(unaware)
     except Exception as fault:
         return clip(f"{name} cannot take packed documents: {type(fault).__name__}: {fault}")

@@ -132,7 +132,7 @@ class TuningRequest:
     @property
     def top(self) -> int:
         """The largest cap worth asking about: one rank's share as one micro-batch."""
-        share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
+        share = -(-max(map(len, self.batches)) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
         bound = self.fixed_cap
         if self.timed:

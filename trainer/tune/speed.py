@@ -290,7 +290,7 @@ def fit_shapes(measured: Mapping[Shape, float]) -> FloatArray:
     is positive.
     """
     values = np.array([*measured.values()], dtype=np.float64)
-    relative = np.array([terms(shape) for shape in measured]) / values[:, None]
+    relative = np.array([*map(terms, measured)]) / values[:, None]
     # Terms differ by many orders of magnitude; at scale one no small one drowns.
     scale = np.maximum(relative.max(axis=0), np.finfo(np.float64).tiny)
     columns, best, least = relative / scale, np.zeros(3), float(len(values))

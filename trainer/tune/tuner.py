@@ -183,7 +183,7 @@ class MemoryVariant:
             self.speed = self.timed_speed(fits)
             fits = self.largest_fit()
         if fits is not None:
-            self.rows = [self.row(cap) for cap in self.caps_up_to(fits)]
+            self.rows = [*map(self.row, self.caps_up_to(fits))]
 
     def caps_up_to(self, largest: int) -> tuple[int, ...]:
         """List caps, each twice the one before, and the largest."""

@@ -277,7 +277,7 @@ class Case:
         if self.context.model.objective.coupling.kind == "batch" and len(groups) == 1:
             strategy = Sum()
         kind = reference_kind(self.context.model.normalizer)
-        return self.gradient([self.load(group) for group in groups], kind, strategy)
+        return self.gradient([*map(self.load, groups)], kind, strategy)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
         """Compare two gradients by the precision of this case."""
@@ -348,7 +348,7 @@ class Case:
         """Compute a gradient through a loss times a scale, a power of two, which rounds nothing."""
         with self.running() as run:
             context, module = run.context, run.module
-            cast = [run.cast(m) for m in micro_batches or self.batch.micro_batches]
+            cast = [*map(run.cast, micro_batches or self.batch.micro_batches)]
             num_samples = len(set(chain.from_iterable(m.positions for m in cast)))
             found = divisors(kind or context.model.normalizer, context.terms, cast, context.world)
             found = found.over(scale)

@@ -151,7 +151,7 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReas
         pieces.append((slot, np.split(slot, range(size, len(slot), size))))
     for positions, parts in pieces:
         with AllocationGuard():  # what does not fit is passed over
-            ways = {"its micro-batch": [case.load(part) for part in parts]}
+            ways = {"its micro-batch": [*map(case.load, parts)]}
             if len(parts) > 1:
                 found = find_modules(case, case.load(positions), ways)
                 if culprits := [*found.modules, *found.sums]:
@@ -193,10 +193,7 @@ def compare_recomputed(
     # What differs from run to run, such as ungoverned draws, is not due to recomputation.
     if found.is_exact or not _errors(case, compute(recompute_nothing), plain).is_exact:
         return found, []
-    wrong = set[str]()
-    for name, error in found.by_name.items():
-        if error > found.limit:
-            wrong.add(name)
+    wrong = {name for name, error in found.by_name.items() if error > found.limit}
     names = [*filter(wrong.__contains__, dict(case.module.named_buffers()))]
     if not names:
         # The last module with another gradient: backward begins there.

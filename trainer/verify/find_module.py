@@ -136,7 +136,7 @@ def _pick(case: Case, most: int) -> tuple[MicroBatch, Ways]:
             part = _padded_like(whole, start, part)
         padded.append(part)
         start += len(unit)
-    return whole, {NEIGHBOURS: padded, PADDING: [case.load(unit) for unit in chosen]}
+    return whole, {NEIGHBOURS: padded, PADDING: [*map(case.load, chosen)]}
 
 
 def _padded_like(whole: MicroBatch, start: int, part: MicroBatch) -> MicroBatch:

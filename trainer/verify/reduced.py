@@ -122,7 +122,7 @@ def _reduced(
     """Compute this rank's micro-batches, and reduce the gradient as a step does. Collective."""
     with case.running() as run:
         module, context = run.module, run.context
-        parallel, cast = lay_out(module, context.model.call), [run.cast(m) for m in mine]
+        parallel, cast = lay_out(module, context.model.call), [*map(run.cast, mine)]
         state = StepState.of(parallel, context.model.objective, world)
         context = replace(context, parallel=parallel, state=state, world=world)
         parts = divisors(context.model.normalizer, context.terms, cast, world)

@@ -252,7 +252,7 @@ def precise_statistics(model: Parallel, feed: Feed, most: int) -> Iterator[None]
     """
     layers = [each for each in layers_of(model.module) if each.running_mean is not None]
     buffers = [buffer for layer in layers for buffer in layer.buffers()]
-    before = [buffer.clone() for buffer in buffers]
+    before = [*map(torch.clone, buffers)]
     if layers:
         sums = _estimated(model, feed, most, layers)
         for layer, own in zip(layers, sums, strict=True):

@@ -73,7 +73,7 @@ class Ramp(BatchSize):
 
     def warnings(self, begins: Sequence[Position], end: Position) -> Sequence[str]:
         """Name the stages without a step."""
-        sizes, behind = {self.size(at) for at in begins}, getattr(end, self.at)
+        sizes, behind = set(map(self.size, begins)), getattr(end, self.at)
         text = f"the run ends after {behind:g} {self.at}, and has no step of the stage"
         found = list[str]()
         for begin, size in self.stages.items():

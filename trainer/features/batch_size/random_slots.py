@@ -81,7 +81,7 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     if (is_constant or is_in_order) and plan.num_micro_batches > 1:
         # Noise shows in how micro-batches differ, so one alone shows none.
         first = chain.from_iterable(own[:wanted] for own in plan.ranks)
-        has_one = np.count_nonzero([len(slot) for slot in first]) <= 1
+        has_one = np.count_nonzero([*map(len, first)]) <= 1
         return plan if has_one else replace(plan, random_slots=wanted)
     size = layout.group_size
     # A short last one stays where it is.

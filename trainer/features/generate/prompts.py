@@ -84,7 +84,7 @@ class ContinuedPrompts(Feature):
             assert encode is not None  # see `check`
             for text in self.texts:
                 tokens, last = encode(text)
-                prompts.append([int(token) for token in tokens])
+                prompts.append([*map(int, tokens)])
                 ends.update(last)
         # Positions beyond those of the data have not been learned, or are none of the model's.
         return prompts, ends, int(view.facts.max_length or data.lengths.max())

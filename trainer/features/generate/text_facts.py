@@ -34,11 +34,8 @@ def text_facts(config: RunConfig, folder: Path, world: World) -> DataFacts:
         recorded = RunFolder(folder).record(RunFolder.PLAN).get("data_format")
         given: dict[str, Any] = {**purpose_of_model(config), "data_format": recorded}
         given |= {**data.params, **tokenizer.given_to(data, key)}
-        taken = dict[str, Any]()
-        for name in inspect.signature(kind.text_facts).parameters:
-            if name in given:
-                taken[name] = given[name]
-        found: DataFacts = kind.text_facts(**taken)
+        names = inspect.signature(kind.text_facts).parameters
+        found: DataFacts = kind.text_facts(**{n: given[n] for n in names if n in given})
     else:
         found = open_data(config, world, tokenizer).train.facts
     if found.prompt is None or found.decode is None:

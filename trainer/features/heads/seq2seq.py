@@ -77,7 +77,5 @@ class Seq2Seq(TokenEntropy):
                 given["encoder_outputs"] = (encoded,)
             return logits_of(output)
 
-        found = list[dict[str, Any]]()
-        for tokens in continued(next_logits, given[DECODER_IDS][:, :1], text):
-            found.append({"prediction": text.text_behind((), tokens)})
-        return found
+        written = continued(next_logits, given[DECODER_IDS][:, :1], text)
+        return [{"prediction": text.text_behind((), tokens)} for tokens in written]

@@ -215,9 +215,9 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return value
 
 
-def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
-    """Read a cell of CSV as a whole or real number; what is none, such as `007`, stays text."""
-    if _NUMBER.fullmatch(cell) is None:
+def number_in(cell: object) -> Any:  # noqa: ANN401 - a number, or the cell
+    """Read a cell of CSV as a whole or real number; what is none, such as `007`, stays as it is."""
+    if not isinstance(cell, str) or _NUMBER.fullmatch(cell) is None:
         return cell
     if WHOLE.fullmatch(cell):
         return int(cell)
@@ -227,7 +227,7 @@ def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
 def number_of(record: RoleValues, role: str, least: float = -_LARGEST) -> float:
     """Give a number of a record; a ValueError where it is none, as true and infinity are."""
     value = record[role]
-    number = number_in(value) if isinstance(value, str) else value
+    number = number_in(value)
     if type(number) not in {int, float} or not least <= number <= _LARGEST:
         text = "" if least else " of 0 or more"
         raise ValueError(f"its {role} is {value!r}; write a number{text}")

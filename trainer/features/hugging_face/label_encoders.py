@@ -61,7 +61,7 @@ def tag_fields(
         tags = record["tags"]
         if not (isinstance(words, list) and isinstance(tags, list)) or len(words) != len(tags):
             raise ValueError("tokens and tags are not two lists of one length")
-        numbers = [labels.number(tag) for tag in tags]
+        numbers = [*map(labels.number, tags)]
     if not words:
         raise DroppedError("without words")
     for each in words:
@@ -114,8 +114,7 @@ def _characters(found: Any) -> RecordFields:  # noqa: ANN401 - a BatchEncoding
 def choice_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a question with each of its choices; `labels` is the right one."""
     first, choices, label = choices_of(record)
-    if isinstance(label, str):
-        label = number_in(label)
+    label = number_in(label)
     is_asked = record.keys().isdisjoint(("label", "answer"))
     if not is_asked and (not isinstance(label, int) or not 0 <= label < len(choices)):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")

@@ -50,8 +50,7 @@ class Labels:
             return found
         if len(value) != len(found):
             raise ValueError(f"{len(value)} labels, and other records have {len(found)}")
-        for place, each in enumerate(value):
-            found[place] = self._placed(each)
+        found[:] = [*map(self._placed, value)]
         if (found == IGNORED).all():
             raise DroppedError("without a label")
         return found
@@ -60,7 +59,7 @@ class Labels:
         """Give one of several numbers; an empty one is no loss term."""
         if value is None or value == "":
             return IGNORED
-        number = number_in(value) if isinstance(value, str) else value
+        number = number_in(value)
         if self.several == "flags" and number not in (0, 1):
             raise ValueError(f"the label {value!r} is neither 0 nor 1, as those of other records")
         return float(Labels().number(number))
@@ -135,7 +134,7 @@ def _whole_labels(
     """Take whole numbers from 0 on for classes as they are, and others for their names."""
     whole = sorted({*values.values()} - {IGNORED})
     words, given = [*map(str, whole)], fixed or model
-    is_known = {*words} <= {*given} or bool(fixed and all(WHOLE.fullmatch(each) for each in fixed))
+    is_known = {*words} <= {*given} or bool(fixed and all(map(WHOLE.fullmatch, fixed)))
     is_unknown = -1 in whole and (fixed is not None or whole[:3] == [-1, 0, 1])
     if is_unknown and not is_known:
         text = "leave its records out by data.filter, or write classes as words"
@@ -144,7 +143,7 @@ def _whole_labels(
     if not is_known and (are_places or fixed is not None):
         return Labels(None, max(1 + max(whole, default=0), len(model)), values)
     names = tuple(given if is_known else words)
-    numbers: dict[object, int] = {name: number for number, name in enumerate(names)}
+    numbers: dict[object, int] = dict(zip(names, range(len(names)), strict=True))
     for value, number in values.items():
         if str(number) in numbers:
             numbers[value] = numbers[str(number)]
@@ -169,7 +168,9 @@ def find_several(
             lengths.add(len(row))
             distinct.update(each for each in row if not isinstance(each, dict | list))
     distinct -= {None, ""}
-    numbers = {number_in(each) if isinstance(each, str) and columns else each for each in distinct}
+    numbers = {*distinct}
+    if columns:
+        numbers = {*map(number_in, distinct)}
     count, kinds, names = max(lengths, default=0), {*map(type, numbers)}, columns or fixed or model
     is_even = len(lengths) == 1 and (count > 1 or bool(columns))
     are_flags = is_even and numbers <= {0, 1}
@@ -203,7 +204,7 @@ def _named_labels(
         for word in words:
             numbers[word] = place[word.casefold()]
     # Later ones count: of names that differ in case alone `place` has the last.
-    numbers |= {word: number for number, word in enumerate(names)}
+    numbers |= zip(names, range(len(names)), strict=True)
     for i, word in enumerate(stated):
         if word in numbers:
             numbers[i] = numbers[word]

@@ -202,9 +202,7 @@ def _meanings(
 
 def _label_of(record: RoleValues, classes: Sequence[str]) -> str:
     """Write a label as `pair_words` has it; nothing where there is none."""
-    value = record.get("label")
-    if isinstance(value, str):
-        value = encode.number_in(value)
+    value = encode.number_in(record.get("label"))
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if classes and isinstance(value, int) and 0 <= value < len(classes):

@@ -85,7 +85,7 @@ def relative_distance(found: Gradient, expected: Gradient) -> float:
     apart = list[torch.Tensor]()
     for name, theirs in expected.items():
         apart.append(found.get(name, torch.zeros_like(theirs)).double() - theirs.double())
-    whole = float(get_total_norm(theirs.double() for theirs in expected.values()))
+    whole = float(get_total_norm(map(torch.Tensor.double, expected.values())))
     return float(get_total_norm(apart)) / (whole or 1.0)
 
 

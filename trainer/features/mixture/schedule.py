@@ -87,7 +87,7 @@ class SourceSchedule:
             whole = sum(shares.values())
             block = min(lcm(*((s / whole).denominator for s in shares.values())), MOST_OF_BLOCK)
             counts = np.array([*nearest_counts(block, shares).values()])
-            numbers = np.concatenate([np.arange(count) for count in counts])
+            numbers = np.concatenate([*map(np.arange, counts)])
             sources = np.repeat(np.arange(len(counts)), counts)
             order = np.argsort((numbers + 0.5) / counts[sources], kind="stable")
             self.stages.append(MixtureStage(begin, before, counts, sources[order], numbers[order]))

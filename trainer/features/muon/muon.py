@@ -137,6 +137,6 @@ def _hidden_matrices(model: nn.Module) -> set[int]:
     for part in model.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             no_factors += part.parameters()
-    own = (parameter for _, parameter in own_parameters(model))
+    own = dict(own_parameters(model)).values()
     matrices = {id(p) for p in own if p.ndim == 2 and not p.is_complex()}  # noqa: PLR2004
-    return matrices - {id(parameter) for parameter in no_factors}
+    return matrices - set(map(id, no_factors))

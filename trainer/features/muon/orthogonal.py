@@ -84,7 +84,7 @@ class HiddenMatrices(Optimizer):
         mesh: Any = found[0][0].device_mesh  # type: ignore[attr-defined] # of a DTensor
         ranks = mesh.get_group(mesh.ndim - 1)
         size, rank = ranks.size(), ranks.rank()
-        wide = torch.float64 if found[0][0].dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(found[0][0].dtype, torch.float32)
         sent_as = wide if wide == torch.float64 else torch.bfloat16
         # By its owner, the places of its matrices: each goes to who has the least work.
         owned, work = [list[int]() for _ in range(size)], [0] * size
@@ -145,7 +145,7 @@ def _exchange(
     `empty` is of their dtype and on their device.
     """
     # Of one row each, so that what has no element is sent as well
-    rows = [[part.flatten() for part in each] for each in sent]
+    rows = [[*map(torch.flatten, each)] for each in sent]
     flat = torch.cat([empty, *chain(*rows)])
     given = [sum(map(len, each)) for each in rows]
     sizes = [[*map(math.prod, each)] for each in shapes]

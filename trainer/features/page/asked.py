@@ -101,11 +101,7 @@ def settings(run: SavedRun) -> TableRows:
 
 
 def _known(rows: Mapping[str, Any]) -> TableRows:
-    known = list[tuple[str, str]]()
-    for name, value in rows.items():
-        if value not in (None, ""):
-            known.append((name, str(value)))
-    return known
+    return [(name, str(value)) for name, value in rows.items() if value not in (None, "")]
 
 
 def _name(run: SavedRun, part: str) -> str:

@@ -126,10 +126,8 @@ def times(run: SavedRun) -> dict[str, Any]:
 
 def _here(run: SavedRun, name: str) -> str:
     """Say what runs on its machine took of what was predicted, of `bytes` or `seconds`."""
-    shares = list[float]()
-    for share in as_list(as_mapping(run.result.get("predicted")).get(f"{name}_over_predicted")):
-        if is_number(share):
-            shares.append(share)
+    predicted = as_mapping(run.result.get("predicted"))
+    shares = [*filter(is_number, as_list(predicted.get(f"{name}_over_predicted")))]
     if len(shares) < _LEAST_RUNS:
         return ""
     least, most = percent(min(shares)), percent(max(shares))

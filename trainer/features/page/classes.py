@@ -117,7 +117,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 def _ordered(run: SavedRun, counts: Counter[LabelPair]) -> list[str]:
     """Order classes as the data number them; numbers without names by their size."""
     seen = {*chain.from_iterable(counts)}
-    known = [str(name) for name in as_list(run.plan.get("label_names"))]
+    known = [*map(str, as_list(run.plan.get("label_names")))]
     if seen <= set(known):
         if len(known) <= MOST_SHOWN:
             return known

@@ -189,10 +189,7 @@ class Comparison:
             )
         if len(self._fingerprints) > 1:
             yield "Training losses are of different data, and left out."
-        objectives = list[str]()
-        for key in self.keys:
-            if key.partition(".")[0] == "objective":
-                objectives.append(key)
+        objectives = [key for key in self.keys if key.partition(".")[0] == "objective"]
         if objectives:
             yield f"Losses are of different objectives ({', '.join(objectives)})."
 

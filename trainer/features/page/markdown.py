@@ -17,7 +17,7 @@ from trainer.features.page.saved_run import SavedRun
 
 def markdown(folders: Sequence[Path]) -> str:
     """Write one run, or several side by side."""
-    runs = [SavedRun(folder) for folder in folders]
+    runs = [*map(SavedRun, folders)]
     if len(runs) == 1:
         return "\n".join(_one(runs[0]))
     return "\n".join(_several(runs))

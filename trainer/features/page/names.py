@@ -20,10 +20,7 @@ def names_of(runs: Sequence[SavedRun]) -> list[str]:
     common = set.intersection(*map(set, typed))
     labels = []
     for run, words in zip(runs, typed, strict=True):
-        own = list[str]()
-        for word in words:
-            if word not in common:
-                own.append(word)
+        own = [word for word in words if word not in common]
         label = f"{run.folder.name}: {' '.join(own)}"[:_MOST_LETTERS]
         # Of a run that was given nothing of its own, the folder's name is left.
         labels.append(label.removesuffix(": "))

@@ -31,7 +31,7 @@ _MOST_FOLDED = 50  # runs whose parts are on a page of several
 
 def write_page(folders: Sequence[Path], file: Path) -> None:
     """Write one page for all runs of these folders."""
-    runs = [SavedRun(folder) for folder in folders]
+    runs = [*map(SavedRun, folders)]
     write_file_atomic(file, page(runs, file.parent).encode(errors="backslashreplace"))
 
 

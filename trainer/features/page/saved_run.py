@@ -155,11 +155,7 @@ def _read(file: Path) -> list[Entry]:
 
 def numbers_of(record: object) -> dict[str, float]:
     """Give the finite numbers of a mapping in a record; none where it is no mapping."""
-    found = dict[str, float]()
-    for name, value in as_mapping(record).items():
-        if is_number(value):
-            found[name] = value
-    return found
+    return {name: value for name, value in as_mapping(record).items() if is_number(value)}
 
 
 def as_list(value: object) -> list[Any]:

@@ -25,7 +25,7 @@ from trainer.objectives.base import Objective
 from trainer.objectives.text_output import TextOutput
 from trainer.parallel.base import Parallel
 from trainer.training.evaluation import inference
-from trainer.training.predictions import loss_of
+from trainer.training.predictions import loss_of, named_classes
 
 RECORDS_AT_ONCE = 1024  # between two exchanges of what the ranks found
 MOST_CHANCES = 20  # classes whose chances are all written; of more the likeliest few
@@ -150,7 +150,7 @@ class RecordPredictor:
             release_memory()
             return [self._predicted([each])[0] for each in samples]
         if isinstance(found, Sequence) and not found:
-            return [self._loss_of(each) for each in samples]
+            return [*map(self._loss_of, samples)]
         return self._checked(found, len(samples))
 
     def _checked(self, found: object, count: int) -> Sequence[Values]:
@@ -193,7 +193,7 @@ class RecordPredictor:
         values = dict(_joined(parts))
         names = record.classes or self.names
         if "prediction" in values:
-            values["prediction"] = _named(values["prediction"], names)
+            values["prediction"] = named_classes(values["prediction"], names)
             if record.reference is not None:
                 values["label"] = _labelled(record.reference, values["prediction"], names)
         if record.text is not None and "start" in values:
@@ -228,20 +228,11 @@ def _joined(values: Sequence[Values]) -> Values:
     return {"loss": total / terms, "terms": terms}
 
 
-def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON
-    """Put the names of classes for their numbers, where there are any."""
-    if isinstance(value, list):
-        return [_named(each, names) for each in value]
-    if names is not None and isinstance(value, int) and value < len(names):
-        return names[value]
-    return value
-
-
 def _labelled(reference: Any, prediction: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401
     """Write a reference as its prediction is written: of a text that was cut, as many tags."""
     if isinstance(reference, list) and isinstance(prediction, list):
         reference = reference[: len(prediction)]
-    return _named(reference, names)
+    return named_classes(reference, names)
 
 
 def _answer_in(text: str, start: int, end: int) -> dict[str, Any]:
@@ -257,7 +248,7 @@ def _named_chances(chances: Sequence[float], names: Sequence[str] | None) -> dic
     numbers = [*range(len(chances))]
     if len(numbers) > MOST_CHANCES:
         numbers = sorted(numbers, key=lambda number: -chances[number])[:LIKELIEST]
-    return {str(_named(number, names)): chances[number] for number in numbers}
+    return {str(named_classes(number, names)): chances[number] for number in numbers}
 
 
 def _shortened(value: Any) -> Any:  # noqa: ANN401 - any JSON

@@ -62,7 +62,7 @@ def list_runs(words: Sequence[str], settings: Mapping[str, str]) -> None:
     runs.sort(key=RunFolder.by_start, reverse=True)
     runs.sort(key=keys[order])
     shown = runs[: int(last)]
-    _print(shown, [names.shortest(run) for run in shown])
+    _print(shown, [*map(names.shortest, shown)])
     sys.stdout.flush()
     count = plural(len(runs), "run")
     if len(shown) < len(runs):

@@ -197,7 +197,7 @@ class SweepTask:
     def _run(self, record: HydraConf, stop: StopFlag) -> int:
         """Run a job; print how it begins and ends, and note the latter for the table."""
         job, folder, search = record.job.num, Path(record.runtime.output_dir), self.sweep.search
-        lines, variables, trial = [str(each) for each in record.overrides.task], {}, None
+        lines, variables, trial = [*map(str, record.overrides.task)], {}, None
         ended = RunFolder(folder).record(RunFolder.END)
         if search is not None:
             trial = search.take(job)

@@ -45,7 +45,7 @@ def slots_of(
     if jobs[0].config.device != "cpu":
         from trainer.core import gpu  # noqa: PLC0415 - imports torch, once every job is checked
 
-        gpus = [str(number) for number in range(len(gpu.devices()))]
+        gpus = [*map(str, range(len(gpu.devices())))]
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             gpus = visible.split(",")[: len(gpus)]
     cores, count = num_cores(), int(hydra.launcher.get("n_jobs", -1))

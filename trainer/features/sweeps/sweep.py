@@ -191,7 +191,7 @@ def _with_folder(typed: Sequence[str], folder: Path, *, goes_on: bool) -> list[s
 
 def expand(lines: Iterable[str]) -> list[list[str]]:
     """Expand a sweep: every combination of the values of every swept override, in Hydra's order."""
-    return [list(job) for job in itertools.product(*map(_each, lines))]
+    return [*map(list, itertools.product(*map(_each, lines)))]
 
 
 def cover(lines: Iterable[str]) -> list[list[str]]:
@@ -220,7 +220,7 @@ def newest_sweep(outputs: Path, overrides: Sequence[str], file: str = GRID_FILE)
     for path in outputs.glob(f"multirun/**/{file}"):
         with suppress(*UNREADABLE, KeyError, TypeError):
             record = durable.read_yaml(path)["hydra"]
-            begun = [str(line) for line in record["overrides"]["task"]]
+            begun = [*map(str, record["overrides"]["task"])]
             if record["runtime"]["cwd"] == here and _settings(begun) == wanted:
                 # A sweep is as old as its first job; one without a job is older than all.
                 starts = [RunFolder(job).by_start() for job in path.parent.iterdir()]
