@@ -16,10 +16,13 @@ SHIPPED = sorted(data_dir("recipes").glob("*.yaml"))
 NEEDS = {
     "cifar10_resnet": ["data.path=cifar10"],
     "chat_lora": ["model.path=base", "data.path=chat.jsonl"],
+    "dpo": ["model.path=base", "data.path=pairs.jsonl"],
     "glue": ["model.path=base", "data.path=pairs.csv"],
     "gpt2_124m": ["data.path=tokens.bin"],
     "mrpc": ["model.path=base", "data.path=pairs.csv"],
+    "reward": ["model.path=base", "data.path=pairs.jsonl"],
     "squad_lora": ["model.path=base", "data.path=squad.jsonl"],
+    "sts": ["model.path=base", "data.path=scores.jsonl"],
     "trl_sft": ["model.path=base", "data.path=chat.jsonl"],
 }
 

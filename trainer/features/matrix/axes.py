@@ -12,7 +12,7 @@ import torch
 
 from trainer.config.messages import clip
 from trainer.core.durable import read_json
-from trainer.core.errors import ConfigError, TrainError
+from trainer.core.errors import ConfigError, Preempted, TrainError
 from trainer.core.out_of_memory import is_out_of_memory, release_memory
 from trainer.core.run_folder import RunFolder
 from trainer.features.matrix.compared import Reference, proven_word
@@ -49,11 +49,11 @@ def compare_axes(
 def _tried(way: Callable[[], AxisFound]) -> AxisFound:
     try:
         return way()
-    except ConfigError as error:
+    except Preempted:
+        raise
+    except TrainError as error:
         text = str(error)
     except Exception as error:  # what is not made for it may raise anything
-        if isinstance(error, TrainError):
-            raise
         text = clip(f"{type(error).__name__}: {error}")
         if is_out_of_memory(error):
             text = "memory ran out"
