@@ -67,12 +67,6 @@ def test_a_conversation_that_is_refused_is_named_with_its_file_and_number():
     write_lines(Path("chat.jsonl"), records)
     with pytest.raises(DataError, match=r"chat\.jsonl:8: no message is of the assistant.*skip$"):
         go(f"{LINE} steps=1")
-    # A template that writes what is asked otherwise once it is answered.
-    Path("counts.jinja").write_text("{{ messages | length }}" + CHATML)
-    del records[7]
-    write_lines(Path("chat.jsonl"), records)
-    with pytest.raises(DataError, match=r"chat\.jsonl:1: the chat template renders what precedes"):
-        go(f"{LINE} steps=1 data.chat_template=counts.jinja")
 
 
 def test_a_plan_shows_answers_in_brackets_as_the_template_writes_them():

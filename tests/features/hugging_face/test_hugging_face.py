@@ -20,10 +20,7 @@ FIRST = {letter: 5 + i for i, letter in enumerate(LETTERS)}
 """Ids of the letters at the beginning of a word; within one they are 8 more."""
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +342,6 @@ def test_an_encoder_decoder_learns_a_target(tmp_path, words):
 PREFERRED = {"chosen": "a", "rejected": "b"}
 BAD: list[tuple[list[Any], dict[str, Any], str]] = [
     ([{"The Text (EN)": "a"}], {}, r"""e\.g\. 'data\.columns=\{text: "The Text \(EN\)"\}'$"""),
-    ([{"body": "a"}], {}, "are body, and causal_lm takes .* 'data.columns={text: body}'"),
     ([{"text": "a"}, ["b"]], {}, r"records.jsonl:2: not a JSON object but of type list"),
     ([{"text": "a"}, {"body": "b"}], {}, r"records.jsonl:2: no column 'text'; it has 'body'"),
     ([], {}, "holds no records"),
@@ -355,8 +351,6 @@ BAD: list[tuple[list[Any], dict[str, Any], str]] = [
     ([PREFERRED], {"task": "masked_lm"}, "are chosen, rejected, and masked_lm takes text"),
     ([PREFERRED], {"overlong": "chunk"}, "data.overlong=chunk: a record of the format preference"),
     ([{"text": "a"}], {"task": "embedding"}, "embedding takes anchor and positive; say which"),
-    ([{"text": "a"}], {"columns": {"text": "body"}}, "no such column. There are text"),
-    ([{"text": "a"}], {"columns": {"body": "text"}}, "no such role. For causal_lm there are"),
     ([{"text": "a"}], {"chat_template": "gone"}, "data.chat_template=gone: no such file"),
 ]
 
@@ -369,15 +363,9 @@ def test_what_is_wrong_is_one_line(tmp_path, records, options, fault):
 
 
 def test_bad_files_and_labels_are_named(tmp_path, words):
-    (tmp_path / "odd.csv").write_bytes(b"text\n\xff\n")
     (tmp_path / "image.png").touch()
-    for name, fault in (
-        ("odd.csv", r"odd.csv:2: not UTF-8 \(byte 0xff\)"),
-        ("image.png", "no file ends with one of"),
-        ("gone.jsonl", "no such file or folder"),
-    ):
-        with pytest.raises(DataError, match=fault):
-            HuggingFaceData(str(tmp_path / name), words)
+    with pytest.raises(DataError, match="no file ends with one of"):
+        HuggingFaceData(str(tmp_path / "image.png"), words)
     for second, fault in ((None, "the label None"), (1, "labels are of the types int, str")):
         records = [{"text": "a", "label": "x"}, {"text": "b", "label": second}]
         with pytest.raises(DataError, match=fault):

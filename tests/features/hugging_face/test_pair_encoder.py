@@ -12,10 +12,7 @@ from trainer.features.hugging_face.data_set import HuggingFaceData
 from trainer.features.hugging_face.preference_encoder import prompt_of
 from trainer.features.hugging_face.tokenizers import byte_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def opened(folder: Path, records: list[Any], **more: Any) -> HuggingFaceData:
@@ -49,14 +46,7 @@ def test_negatives_are_rows_and_the_positive_stands_where_there_is_none(tmp_path
 
 
 def test_labels_make_triplets_of_which_no_first_text_is_on_both_sides(tmp_path):
-    rows = [
-        ("a", "b", 0),
-        ("a", "c", 1),
-        ("a", "d", 2),
-        ("a", "e", 0),
-        ("a", "f", 0),
-        ("a", "g", 2),
-    ]
+    rows = [("a", text, label) for text, label in zip("bcdefg", (0, 1, 2, 0, 0, 2), strict=True)]
     rows += [("h", "i", 0), ("h", "j", -1), ("k", "l", 2)]
     records = [dict(zip(("premise", "hypothesis", "label"), row, strict=True)) for row in rows]
     data = opened(tmp_path, records)

@@ -68,12 +68,8 @@ def test_a_prompt_that_only_one_answer_begins_with_stands_before_both():
     assert tokenizer.decode(fields["input_ids"][0]).startswith("<s>whywhy so")
     both = {"prompt": "why", "chosen": "why so", "rejected": "why no"}
     assert encode(both)[1] == encode({"prompt": "why", "chosen": " so", "rejected": " no"})[1]
-    whole = {
-        "prompt": "why",
-        "chosen": "why",
-        "rejected": "why not",
-    }  # nothing would be left of one
-    assert answers(whole)[0].startswith("why")
+    nothing_left = {"prompt": "why", "chosen": "why", "rejected": "why not"}
+    assert answers(nothing_left)[0].startswith("why")
 
 
 @pytest.mark.parametrize(

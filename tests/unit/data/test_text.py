@@ -10,10 +10,7 @@ from trainer.core.errors import DataError
 from trainer.data.files import Listing
 from trainer.data.text import Text
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
