@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.lib.heads import Head
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
 from tests.lib.run_support import go, read_json, shell
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -69,19 +68,6 @@ def test_an_export_does_not_name_the_end_of_a_text_as_padding():
     model = transformers.AutoModelForCausalLM.from_pretrained("next")
     assert model.config.pad_token_id is None
     assert model.get_input_embeddings().padding_idx is None
-
-
-def test_longer_samples_than_a_model_has_positions_are_refused_before_the_first_step():
-    sizes = {"max_position_embeddings": 20, "n_positions": 20, "vocab_size": 300}
-    Head("GPT2LMHeadModel", "GPT2Config", "causal", sizes).build().save_pretrained("gpt")
-    save_tokenizer(Path("gpt"))
-    write_lines(Path("corpus.jsonl"), [{"text": " ".join(TEXTS)}])
-    line = "model=hf model.path=gpt data=hf data.path=corpus.jsonl data.holdout=0 steps=1"
-    with pytest.raises(ConfigError, match=r"30 tokens, and GPT2LMHeadModel has 20 positions"):
-        go(f"{line} data.max_length=30")
-    with pytest.raises(ConfigError, match=r"^eval\.sets\.more\.max_length: .*20 positions; type"):
-        go(f"{line} eval.sets.more={{path:corpus.jsonl,max_length:30}}")
-    go(line)
 
 
 def test_a_tokenizer_of_another_model_is_named_at_the_start(llama, capsys):

@@ -110,23 +110,6 @@ def test_an_answer_of_weight_0_is_given_and_no_loss_term(tmp_path, template, fla
         opened(tmp_path, {"messages": [USER, {**FIRST, **flag}]}, template)
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([USER, {**FIRST, "weight": -0.5}], "assistant, has the weight -0.5; write a number of 0"),
-        ([USER, {**FIRST, "weight": [1]}], r"assistant, has the weight \[1\]; write a number of 0"),
-        ([USER, {**FIRST, "train": 0.5}], "assistant, has the train 0.5; write 0 or 1"),
-        ([{**USER, "train": True}, FIRST], "user, has the train True, and answers of the assis"),
-    ],
-)
-def test_a_weight_that_cannot_be_honoured_is_refused(tmp_path, messages, words):
-    with pytest.raises(DataError, match=words):
-        opened(tmp_path, {"messages": messages})
-    weighed = {"messages": [USER, {**FIRST, "weight": 0}]}
-    with pytest.raises(DataError, match="weight 0, and every token is to be learned"):
-        opened(tmp_path, weighed, assistant_only_loss=False)
-
-
 def test_of_several_formats_pairs_are_read_unless_the_objective_takes_none(tmp_path):
     pair = {"prompt": "why?", "chosen": [USER, LAST], "rejected": [USER, FIRST]}
     record = {**pair, "messages": TALK}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.lib.hf_toys import write_lines
-from trainer.core.errors import ConfigError, DataError, TrainError
+from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import RunFacts
 from trainer.features.hugging_face.data_set import HuggingFaceData
 from trainer.features.hugging_face.records import find_records
@@ -185,21 +185,6 @@ def test_the_part_that_is_trained_on_is_typed_and_its_partner_is_held_out(
     assert texts_of(alone) == names.split()[-1:]
 
 
-@pytest.mark.parametrize(
-    ("names", "part", "fault"),
-    [
-        ("train_a train_b", None, "train_a and train_b are parts to train on; .* data.part=NAME"),
-        ("a b", None, "no part is train; there are a, b: type data.part=NAME"),
-        ("a b", "c", "data.part=c: no such part of .*; there are a, b"),
-        ("train", "c", "data.part=c: .* it has one alone; leave it out"),
-    ],
-)
-def test_a_part_that_is_not_known_is_one_line(tmp_path, names, part, fault):
-    place = saved_parts(tmp_path / "saved", *names.split())
-    with pytest.raises(DataError, match=fault):
-        HuggingFaceData(place, byte_tokenizer(), part=part)
-
-
 def test_many_records_are_encoded_in_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.features.hugging_face.encode.MANY_RECORDS", 50)
     records, environment = [{"text": f"text {i}"} for i in range(200)], os.environ
@@ -337,29 +322,6 @@ def test_texts_of_a_pair_are_rows_and_both_count_as_long_as_the_longer_one(tmp_p
 def test_an_encoder_decoder_learns_a_target(tmp_path, words):
     data = opened(tmp_path, [{"document": "a b c", "summary": "d"}], words, "seq2seq_lm")
     assert listed(data) == [{"input_ids": ids_of("abc"), "labels": ids_of("d")}]
-
-
-PREFERRED = {"chosen": "a", "rejected": "b"}
-BAD: list[tuple[list[Any], dict[str, Any], str]] = [
-    ([{"The Text (EN)": "a"}], {}, r"""e\.g\. 'data\.columns=\{text: "The Text \(EN\)"\}'$"""),
-    ([{"text": "a"}, ["b"]], {}, r"records.jsonl:2: not a JSON object but of type list"),
-    ([{"text": "a"}, {"body": "b"}], {}, r"records.jsonl:2: no column 'text'; it has 'body'"),
-    ([], {}, "holds no records"),
-    ([{"prompt": "a", "completion": ""}], {}, r"records.jsonl:1: the completion is empty"),
-    ([turn("a", "b")], {}, "the tokenizer has no chat template"),
-    ([turn("a", "b")], {"overlong": "chunk"}, "data.overlong=chunk: a record of the format chat"),
-    ([PREFERRED], {"task": "masked_lm"}, "are chosen, rejected, and masked_lm takes text"),
-    ([PREFERRED], {"overlong": "chunk"}, "data.overlong=chunk: a record of the format preference"),
-    ([{"text": "a"}], {"task": "embedding"}, "embedding takes anchor and positive; say which"),
-    ([{"text": "a"}], {"chat_template": "gone"}, "data.chat_template=gone: no such file"),
-]
-
-
-@pytest.mark.parametrize(("records", "options", "fault"), BAD)
-def test_what_is_wrong_is_one_line(tmp_path, records, options, fault):
-    with pytest.raises(TrainError, match=fault) as caught:
-        opened(tmp_path, records, byte_tokenizer(), **options)
-    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_bad_files_and_labels_are_named(tmp_path, words):

@@ -72,18 +72,6 @@ def test_a_prompt_that_only_one_answer_begins_with_stands_before_both():
     assert answers(nothing_left)[0].startswith("why")
 
 
-@pytest.mark.parametrize(
-    ("record", "why"),
-    [
-        ({"prompt": "how", **TALKS}, "begin with other messages than its prompt; .*prompt:null"),
-        ({**TALKS, "chosen": [ASKED, {**said("a"), "weight": 0.5}]}, "has the weight 0.5, and the"),
-    ],
-)
-def test_a_prompt_beside_other_questions_and_a_weight_are_refused(record, why):
-    with pytest.raises(ValueError, match=why):
-        encode(record)
-
-
 def test_texts_without_a_prompt_share_what_both_begin_with_in_whole_words():
     chosen, rejected = answers({"chosen": "we go to parks", "rejected": "we go to part ways"})
     assert chosen.startswith(" parks")
@@ -110,8 +98,3 @@ def test_scored_texts_are_whole_and_have_no_labels():
 def test_what_teaches_nothing_is_left_out_and_counted(record, how, why):
     with pytest.raises(DroppedError, match=why):
         encode({"prompt": "the long prompt", **record}, **how)
-
-
-def test_a_margin_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match="margin is 'much'; write a number"):
-        encode({"chosen": "a", "rejected": "b", "margin": "much"}, scores=True)
