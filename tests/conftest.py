@@ -74,6 +74,13 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the indexes of a test in a folder of its own, which is not there yet."""
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def no_graphs() -> Iterator[None]:
     """Begin and end without anything compiled, and count from zero."""
     from torch import _dynamo  # noqa: PLC0415 - a second

@@ -1,7 +1,4 @@
-"""A loss over the whole batch, in two passes of one's own, is that of one piece for every cut.
-
-What the built-in passes give in every cut and layout is in `features/contrastive`.
-"""
+"""A loss over the whole batch, in two passes of one's own, is that of one piece for every cut."""
 
 import shlex
 from pathlib import Path

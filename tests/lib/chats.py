@@ -2,12 +2,17 @@
 
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import transformers
 from tokenizers import processors
 
-from tests.lib.hf_toys import train_bpe
+from tests.lib.hf_toys import train_bpe, write_lines
+from trainer.features.hugging_face.data_set import HuggingFaceData
 
+USER = {"role": "user", "content": "why?"}
+FIRST, LAST = ({"role": "assistant", "content": text} for text in ("because it is", "so"))
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -137,3 +142,10 @@ def marked(
             text += f"⟦{run}⟧" if counts[begin] else run
             begin = end
     return text
+
+
+def opened(folder: Path, records: Any, template: str | None = CHATML, **more: Any) -> Any:
+    """Open a file of one record, or of a list of them."""
+    listed = records if isinstance(records, list) else [records]
+    file = write_lines(folder / "records.jsonl", listed)
+    return HuggingFaceData(str(file), chat_tokenizer(template), holdout=0.0, **more)

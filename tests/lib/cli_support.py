@@ -66,7 +66,10 @@ def prepared(line: str) -> Job:
     return prepare_run(request.lines, Composer.of(request.flags.get("--config-dir")))
 
 
-def python(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    line: str, folder: Path, limit_s: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a line of Python's own in a folder, with the checkout on its path."""
     paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *shlex.split(line)],
@@ -74,7 +77,7 @@ def python(line: str, folder: Path, **environment: str) -> subprocess.CompletedP
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit_s,
         check=False,
     )
 

@@ -56,10 +56,7 @@ def _serve(pipe: Connection) -> None:
 
 
 class Ranks:
-    """Runs a function on real ranks.
-
-    It is one of a module's own, and takes the world first.
-    """
+    """Runs a function of a module's own, which takes the world first, on real ranks."""
 
     def __init__(self) -> None:
         # What every rank, or a server of forks, would import for itself: 4 CPU seconds each.

@@ -54,10 +54,7 @@ def embedded(model: torch.nn.Module, texts: list[str], pooling: str = "mean") ->
 def step_of(
     loss: Callable[..., Tensor], count: int, size: int | None = None, **how: Any
 ) -> tuple[float, Gradients]:
-    """Compute the mean of a loss sum over samples, and its gradient.
-
-    Below the whole batch the loss is that of parts of `size`, as if each were all there is.
-    """
+    """Compute the mean of a loss sum over samples, or over parts of `size`, and its gradient."""
     model, total = loaded(), 0.0
     for start in range(0, count, size or count):
         part = loss(model, range(start, start + (size or count)), **how) / count

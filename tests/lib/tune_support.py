@@ -23,10 +23,7 @@ VOCABULARY = 61
 
 
 class FullAt(TorchDispatchMode):
-    """Fails like a full device once tensors that `peak` counts take more than a limit.
-
-    It is entered after `peak`; None never fails.
-    """
+    """Fails once tensors that `peak`, entered before it, counts take more than a limit, if any."""
 
     def __init__(self, peak: PeakBytes, limit: int | None) -> None:
         super().__init__()

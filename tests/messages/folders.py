@@ -56,6 +56,15 @@ def llama_and_texts(here: Path) -> None:
     (here / "latin.csv").write_bytes("text,label\ncaf\xe9,1\n".encode("latin-1"))
 
 
+def parts_of_data(here: Path) -> None:
+    """Data sets of two parts to train on, of none, and of one."""
+    import datasets  # noqa: PLC0415 - seconds
+
+    for folder, names in {"apart": "train_a train_b", "letters": "a b", "one": "train"}.items():
+        parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in names.split()}
+        datasets.DatasetDict(parts).save_to_disk(here / folder)
+
+
 def runs_to_read(here: Path) -> None:
     """Finished runs of one step: one that held nothing out, and one of a classifier of images."""
     go("steps=1 data.holdout=0").folder.rename(here / "run")

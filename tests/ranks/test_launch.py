@@ -1,8 +1,4 @@
-"""Runs over several ranks as a user starts them: one command, one folder, one line for an end.
-
-What becomes of a local run whose ranks die, hang or are started again is in
-`tests/reliability/test_rank_loss.py`; here are ranks that a launcher starts.
-"""
+"""Runs over several ranks as a user starts them: one command, one folder, one line for an end."""
 
 import random
 import signal

@@ -63,11 +63,7 @@ def _arm(strikes: Mapping[str, str], marks: Path) -> None:
 
 
 class Net(toys.Net):
-    """Two residual blocks more, which ranks can shard.
-
-    Args:
-        pause: seconds that each training forward takes.
-    """
+    """Two residual blocks more, which ranks can shard; `pause` is in seconds, for each forward."""
 
     def __init__(self, pause: float = 0.0, double: bool = False, **settings: Any) -> None:
         super().__init__(**settings)

@@ -61,10 +61,7 @@ def run_as_rank(
 
 
 def on_ranks(ranks: Ranks, typed: Sequence[str], folder: str = "on-ranks") -> Path:
-    """Let ranks that are there take the run that is typed; gives its folder.
-
-    What it shows is in a file of that name, ending in .txt.
-    """
+    """Let ranks take the run that is typed; gives its folder, beside a .txt of what it shows."""
     config, run = prepared(shlex.join(typed)).config, Path(folder).absolute()
     size, how = int(config.parallel.ranks), {"screen": run.with_suffix(".txt")}
     assert ranks.run(size, run_as_rank, config, run, how) == [{"code": 0}] * size

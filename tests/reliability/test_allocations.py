@@ -1,8 +1,4 @@
-"""Harness 13: memory that runs out at any point, and the very same step.
-
-At every (micro-batch, phase) of a step whose model draws from every global generator, normalises
-and replaces buffers. What is left is that of a run which was cut so from the start, bit for bit.
-"""
+"""Harness 13: memory that runs out at any point, and the very same step."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Harnesses 21 and 22: data that are damaged, and data that are not those the run began with.
-
-What the readers refuse stands in `tests/unit/data`.
-"""
+"""Harnesses 21 and 22: data that are damaged, and data that are not those the run began with."""
 
 import json
 import os

@@ -79,9 +79,8 @@ class Unmarked:
         return {"input_ids": torch.arange(index + 2), "labels": torch.arange(index + 2)}
 
 
-def test_data_keep_the_fingerprint_that_older_checkpoints_know(tmp_path, monkeypatch):
+def test_data_keep_the_fingerprint_that_older_checkpoints_know(tmp_path, cache):
     """Another one would refuse every run that goes on after an upgrade."""
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "corpus.txt").write_text("\n\n".join(f"document {i}" for i in range(9)))
     (tmp_path / "tokens.bin").write_bytes(bytes(range(200)))
     found = [

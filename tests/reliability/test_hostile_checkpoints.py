@@ -1,7 +1,4 @@
-"""A checkpoint from a stranger runs no code, and reads and writes nothing outside its folder.
-
-Each is signed as a stranger's would be. None loads, and no canary that it would plant appears.
-"""
+"""A checkpoint from a stranger runs no code, and reads and writes nothing outside its folder."""
 
 import copy
 import functools

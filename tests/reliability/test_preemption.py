@@ -1,7 +1,4 @@
-"""Harness 17: a signal at any time ends in a checkpoint, exit 75, and a run that goes on exactly.
-
-They come at random moments, and at chosen ones that random ones seldom hit.
-"""
+"""Harness 17: a signal ends in a checkpoint, exit 75, and a run that goes on exactly."""
 
 import os
 import signal

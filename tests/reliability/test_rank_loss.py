@@ -1,7 +1,4 @@
-"""Harnesses 18, 19, 20 and 27: ranks that die, hang, fall out of step or listen to strangers.
-
-Every case is a real command with two ranks over gloo. Its strike is at a stated step and phase.
-"""
+"""Harnesses 18, 19, 20 and 27: ranks that die, hang, fall out of step or listen to strangers."""
 
 import os
 import re

@@ -1,7 +1,4 @@
-"""Harness 1: every operation of a save, refused, torn or cut short by death.
-
-What loads next is the old checkpoint or the new one, bit for bit; `keep` intact ones exist.
-"""
+"""Harness 1: every operation of a save, refused, torn or cut short by death."""
 
 import itertools
 import shutil

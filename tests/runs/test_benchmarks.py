@@ -1,13 +1,10 @@
 """Each benchmark runs, tiny, and its table has rows with figures."""
 
 import re
-import shlex
-import subprocess
-import sys
 
 import pytest
 
-from tests.lib.cli_support import CHECKOUT
+from tests.lib.cli_support import CHECKOUT, python
 from tests.lib.nightly import LIMIT_S, nightly
 
 SMALL = "--width 32 --layers 1"
@@ -51,11 +48,8 @@ def test_every_benchmark_is_run():
 
 @pytest.mark.parametrize("typed", [DEFAULT, *(nightly(line) for line in LINES if line != DEFAULT)])
 def test_a_benchmark_prints_its_table(typed, tmp_path):
-    name, *words = shlex.split(typed)
-    done = subprocess.run(
-        [sys.executable, str(CHECKOUT / "benchmarks" / f"{name}.py"), *words],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_S,
-    )  # fmt: skip
+    name, _, words = typed.partition(" ")
+    done = python(f"{CHECKOUT}/benchmarks/{name}.py {words}", tmp_path, LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "nan" not in done.stdout
     rows, num_figures = LINES[typed]

@@ -8,10 +8,8 @@ import transformers
 from torch.nn import functional
 
 from tests.lib.chats import CHATML, chat_tokenizer, chatml_pieces, conversations
-from tests.lib.heads import Head
 from tests.lib.hf_toys import save_llama, write_lines
 from tests.lib.run_support import curve, entries, go, read_json
-from trainer.core.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LINE = "model=hf model.path=model data=hf data.path=chat.jsonl batch.global=16"
@@ -52,27 +50,6 @@ def loss_by_hand(ids: list[int]) -> float:
         found = functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
         total, terms = total + float(found), terms + sum(label != -100 for label in labels)
     return total / terms
-
-
-def test_a_model_that_lets_documents_see_each_other_is_not_packed():
-    sizes = {"vocab_size": 400, "max_position_embeddings": 512}
-    Head("OPTForCausalLM", "OPTConfig", "causal", sizes).build().save_pretrained("model")
-    with pytest.raises(ConfigError, match=r"accum\.packed=true: .*OPTForCausalLM does not hold"):
-        go(f"{LINE} accum.packed=true steps=1")
-
-
-def test_a_conversation_that_is_refused_is_named_with_its_file_and_number():
-    records = [{"messages": messages} for messages in conversations(40)]
-    records[7] = {"messages": [{"role": "user", "content": "why?"}]}
-    write_lines(Path("chat.jsonl"), records)
-    with pytest.raises(DataError, match=r"chat\.jsonl:8: no message is of the assistant.*skip$"):
-        go(f"{LINE} steps=1")
-    # A template that writes what is asked otherwise once it is answered.
-    Path("counts.jinja").write_text("{{ messages | length }}" + CHATML)
-    del records[7]
-    write_lines(Path("chat.jsonl"), records)
-    with pytest.raises(DataError, match=r"chat\.jsonl:1: the chat template renders what precedes"):
-        go(f"{LINE} steps=1 data.chat_template=counts.jinja")
 
 
 def test_a_plan_shows_answers_in_brackets_as_the_template_writes_them():

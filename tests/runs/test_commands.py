@@ -13,7 +13,7 @@ from tests.reliability.faults import FaultyDisk
 from trainer import train
 from trainer.cli.python_api import FinishedRun
 from trainer.core import durable
-from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.errors import ConfigError
 from trainer.core.run_folder import hold
 
 
@@ -167,17 +167,6 @@ def test_a_model_that_a_factory_makes_does_all_that_a_model_does_by_the_lines_th
         assert shell(line.removeprefix("  train ")) == 0, line
     assert read_json(run / "result.json")["step"] == 4
     assert go(f"{MADE} init=exported steps=1").exit_code == 0
-
-
-def test_the_newest_run_of_a_name_is_evaluated_and_exported():
-    run, _ = (go(f"steps={n} name={m}") for n, m in ((2, "a"), (1, "b")))
-    assert shell("evaluate run=auto name=a trust=[tests]") == 0
-    assert read_json(run.folder / "evaluate.json")["step"] == 2
-    assert shell("export run=auto export.to=weights trust=[tests]") == 0
-    assert read_json(Path("weights/config.json"))["step"] == 1, "the newest of any name"
-    for command in ("evaluate", "verify"):
-        with pytest.raises(NoCheckpointError, match="run=auto: no run named nobody below"):
-            go(f"command={command} run=auto name=nobody")
 
 
 @pytest.mark.slow

@@ -1,15 +1,13 @@
 """Runs on a GPU made of Python: the losses of a CPU, no mixed devices, one wait a step."""
 
 import json
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lib.cli_support import CHECKOUT
+from tests.lib.cli_support import python
 from tests.lib.emulated_kinds import KINDS
 from tests.lib.nightly import LIMIT_S, nightly, slow
 
@@ -33,16 +31,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             asked = getattr(item, "callspec", None)
             kinds.update(asked.params.values() if asked else ())
     folder = tmp_path_factory.mktemp("emulated")
-    argv = [sys.executable, "-m", "tests.lib.emulated_runs", "results.json", *sorted(kinds)]
-    done = subprocess.run(
-        argv,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
+    words = ["-m", "tests.lib.emulated_runs", "results.json", *sorted(kinds)]
+    done = python(shlex.join(words), folder, LIMIT_S)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "results.json").read_text())
 

@@ -1,8 +1,4 @@
-"""What a resumed run keeps, may change, asks consent for and refuses.
-
-That it ends bit for bit as if it had not been stopped is in `tests/reliability/test_resume.py`, and
-what of the step may not change in `tests/reliability/test_bad_data.py`.
-"""
+"""What a resumed run keeps, may change, asks consent for and refuses."""
 
 import shlex
 import shutil

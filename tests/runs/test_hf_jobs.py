@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.lib.heads import Head
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
-from tests.lib.run_support import entries, go, read_json, shell
-from trainer.core.errors import ConfigError, DataError
+from tests.lib.run_support import go, read_json, shell
+from trainer.core.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -69,43 +68,6 @@ def test_an_export_does_not_name_the_end_of_a_text_as_padding():
     model = transformers.AutoModelForCausalLM.from_pretrained("next")
     assert model.config.pad_token_id is None
     assert model.get_input_embeddings().padding_idx is None
-
-
-@pytest.mark.slow
-def test_parts_of_a_data_set_are_trained_on_held_out_and_evaluated_by_their_names(llama):
-    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
-
-    files = {name: f"{name}.jsonl" for name in ("train_sft", "train_gen", "test_sft", "test_gen")}
-    for name, file in files.items():
-        write_lines(Path(file), [{"text": f"{name} {text}"} for text in TEXTS[:9]])
-    whole = datasets.load_dataset("json", data_files=files, cache_dir="scratch")
-    whole.save_to_disk("saved")
-    line = f"model=hf model.path={llama} batch.global=9 steps=1"
-    sets = "eval.sets.gen.part=test_gen eval.sets.file.path=test_gen.jsonl"
-    run = go(f"{line} data=hf data.path=saved data.part=train_sft {sets}")
-    plan = read_json(run.folder / "plan.json")
-    assert (plan["num_samples"], plan["num_held_out"]) == (9, 9)
-    assert plan["eval_sets"] == {"gen": 9, "file": 9}
-    (found,) = (entry for entry in entries(run) if "eval_loss" in entry)
-    assert found["eval_gen_loss"] == pytest.approx(found["eval_file_loss"], rel=1e-6)
-    sources = "'data.sources={a:{path:saved,part:train_sft},b:{path:saved,part:train_gen}}'"
-    mixed = go(f"{line} data=mixture {sources}")
-    assert read_json(mixed.folder / "plan.json")["eval_sets"] == {"a": 9, "b": 9}
-    with pytest.raises(DataError, match=r"saved: .* data\.sources\.a\.part=NAME"):
-        go(f"{line} data=mixture data.sources.a.path=saved")
-
-
-def test_longer_samples_than_a_model_has_positions_are_refused_before_the_first_step():
-    sizes = {"max_position_embeddings": 20, "n_positions": 20, "vocab_size": 300}
-    Head("GPT2LMHeadModel", "GPT2Config", "causal", sizes).build().save_pretrained("gpt")
-    save_tokenizer(Path("gpt"))
-    write_lines(Path("corpus.jsonl"), [{"text": " ".join(TEXTS)}])
-    line = "model=hf model.path=gpt data=hf data.path=corpus.jsonl data.holdout=0 steps=1"
-    with pytest.raises(ConfigError, match=r"30 tokens, and GPT2LMHeadModel has 20 positions"):
-        go(f"{line} data.max_length=30")
-    with pytest.raises(ConfigError, match=r"^eval\.sets\.more\.max_length: .*20 positions; type"):
-        go(f"{line} eval.sets.more={{path:corpus.jsonl,max_length:30}}")
-    go(line)
 
 
 def test_a_tokenizer_of_another_model_is_named_at_the_start(llama, capsys):

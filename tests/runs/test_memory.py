@@ -89,10 +89,7 @@ def test_memory_that_runs_out_elsewhere_ends_with_5_too(capsys, monkeypatch):
 
 
 def test_a_device_smaller_than_the_tuner_knew_costs_a_replay_and_lowers_the_cap(capsys):
-    """Tuned for more than there is left after two steps.
-
-    That no bit differs is shown in `tests/reliability/test_allocations.py`.
-    """
+    """Tuned for more than there is left after two steps."""
     line = f"accum=auto steps=4 batch.global=40 {CRAMPED} accum.gradient.after=2"
     short = go(f"{line} accum.gradient.limit=12000")
     assert capsys.readouterr().out.count("out of memory: computed again") == 1

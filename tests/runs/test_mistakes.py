@@ -1,7 +1,4 @@
-"""Mistakes that no table of lines can hold: odd characters, environments, and what is not run.
-
-What is typed wrongly is in `tests/messages/*.yaml`, each line with its answer.
-"""
+"""Mistakes that no table of lines can hold: odd characters, environments, and what is not run."""
 
 from pathlib import Path
 

@@ -140,7 +140,11 @@ def test_auto_takes_the_newest_training_run_of_the_name(capsys):
     assert prepared("resume=auto name=mine").folder == mine[1]
     for line in ("resume=mine", "plan run=mine", f"resume={mine[1].name}/"):
         assert prepared(line).config.resume == str(mine[1]), line
-    assert prepared("evaluate run=mine").folder == mine[1]
+    for line in ("evaluate run=mine", "evaluate run=auto name=mine"):
+        assert prepared(line).folder == mine[1], line
+    assert prepared("export run=auto export.to=weights").folder == other, "the newest of any name"
+    with pytest.raises(NoCheckpointError, match="run=auto: no run named nobody below"):
+        prepared("evaluate run=auto name=nobody")
     assert prepared("init=mine").config.init == str(mine[1])
     assert prepared(f"init={mine[2].name}").config.init == str(mine[2])
     noted = f"4 runs have this name; this is the newest that can be used: {shown_path(mine[1])}"

@@ -1,7 +1,4 @@
-"""Run the very files of docs/how-to/slurm.md and slurm-torchrun.md, by a stand-in for Slurm.
-
-On a real one they run in `tests/cluster/`.
-"""
+"""Run the very files of docs/how-to/slurm.md and slurm-torchrun.md, by a stand-in for Slurm."""
 
 import os
 import re

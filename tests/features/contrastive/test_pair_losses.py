@@ -112,13 +112,8 @@ SCORED = [
 BOTH, ONE_WAY = "objective.temperature=0.1", {"is_symmetric": False}
 CASES = {
     "negatives": (NEGATIVES, BOTH, info_nce, {}),
-    "one way": (
-        NEGATIVES,
-        "objective.temperature=0.1 objective.symmetric=false",
-        info_nce,
-        ONE_WAY,
-    ),
-    "cosent": (SCORED, "objective=cosent objective.temperature=0.1", cosent, {}),
+    "one way": (NEGATIVES, f"{BOTH} objective.symmetric=false", info_nce, ONE_WAY),
+    "cosent": (SCORED, f"objective=cosent {BOTH}", cosent, {}),
     "cosine": (SCORED, "objective=cosine", squares, {}),
 }
 

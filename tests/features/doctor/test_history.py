@@ -16,10 +16,7 @@ from trainer.tune.memory_limit import RESERVE, memory_limit
 CPU = torch.device("cpu")
 GIB = 2**30
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def past(taken: float) -> history.PastRun:

@@ -70,25 +70,6 @@ def test_a_prompt_is_taken_as_typed_and_lines_of_stdin_are_continued_alike(capfd
 
 
 @pytest.mark.slow
-def test_answers_of_an_adapter_are_those_of_the_merged_model(capfd):
-    save_job_files("llama")
-    run = go(
-        f"{HF} model.path=llama data.path=chat.jsonl adapter=lora adapter.init_lora_weights=false"
-    )
-    assert shell(f"export run={run.folder} export.to=merged export.merge=true") == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained("merged")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("merged")
-    turns = [{"role": "user", "content": "the step"}]
-    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
-    whole = model.generate(**ids, do_sample=False, max_new_tokens=9)[0, ids["input_ids"].shape[1] :]
-    capfd.readouterr()
-    assert shell(f"generate run={run.folder} 'prompt=the step' generate.tokens=9") == 0
-    expected = tokenizer.decode(whole, skip_special_tokens=True)
-    assert expected.strip()
-    assert capfd.readouterr().out == f"{expected}\n"
-
-
-@pytest.mark.slow
 def test_an_encoder_decoder_writes_a_target_and_a_tokenizer_that_is_gone_is_missed(capfd):
     save_job_files("t5")
     run = go(f"{HF} model.path=t5 data.path=summaries.jsonl optimizer.lr=1")

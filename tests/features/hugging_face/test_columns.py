@@ -1,34 +1,23 @@
 """`data=hf`: every column of a record, and every key of a message, is read, named or refused."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lib.chats import CHATML, GENERATION, THOUGHTS, chat_tokenizer, marked
-from tests.lib.hf_toys import write_lines
+from tests.lib import chats
+from tests.lib.chats import CHATML, FIRST, GENERATION, LAST, USER, opened
 from trainer.core.errors import ConfigError, DataError
-from trainer.features.hugging_face.data_set import HuggingFaceData
 from trainer.features.hugging_face.formats import recognise
 
-USER = {"role": "user", "content": "why?"}
-FIRST, LAST = ({"role": "assistant", "content": text} for text in ("because it is", "so"))
 TALK = [USER, FIRST, USER, LAST]
 PAIR = {"sentence1": "a b", "sentence2": "c d"}
 CHAT = {"messages": TALK}
 
 
-def opened(folder: Path, records: Any, template: str | None = CHATML, **more: Any) -> Any:
-    """Open a file of one record, or of a list of them."""
-    listed = records if isinstance(records, list) else [records]
-    file = write_lines(folder / "records.jsonl", listed)
-    return HuggingFaceData(str(file), chat_tokenizer(template), holdout=0.0, **more)
-
-
 def written(data: Any) -> str:
     """The first sample as text, with what is learned in brackets."""
     ids, labels = (data[0][name].tolist() for name in ("input_ids", "labels"))
-    return marked(chat_tokenizer(None), ids, [label != -100 for label in labels])
+    return chats.marked(chats.chat_tokenizer(None), ids, [label != -100 for label in labels])
 
 
 def shown(data: Any) -> str:
@@ -110,23 +99,6 @@ def test_an_answer_of_weight_0_is_given_and_no_loss_term(tmp_path, template, fla
         opened(tmp_path, {"messages": [USER, {**FIRST, **flag}]}, template)
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([USER, {**FIRST, "weight": -0.5}], "assistant, has the weight -0.5; write a number of 0"),
-        ([USER, {**FIRST, "weight": [1]}], r"assistant, has the weight \[1\]; write a number of 0"),
-        ([USER, {**FIRST, "train": 0.5}], "assistant, has the train 0.5; write 0 or 1"),
-        ([{**USER, "train": True}, FIRST], "user, has the train True, and answers of the assis"),
-    ],
-)
-def test_a_weight_that_cannot_be_honoured_is_refused(tmp_path, messages, words):
-    with pytest.raises(DataError, match=words):
-        opened(tmp_path, {"messages": messages})
-    weighed = {"messages": [USER, {**FIRST, "weight": 0}]}
-    with pytest.raises(DataError, match="weight 0, and every token is to be learned"):
-        opened(tmp_path, weighed, assistant_only_loss=False)
-
-
 def test_of_several_formats_pairs_are_read_unless_the_objective_takes_none(tmp_path):
     pair = {"prompt": "why?", "chosen": [USER, LAST], "rejected": [USER, FIRST]}
     record = {**pair, "messages": TALK}
@@ -156,15 +128,9 @@ def test_a_conversation_of_several_samples_is_named_counted_and_held_out_as_one(
     talk = {"messages": [USER, FIRST, USER, LAST]}
     long = {"messages": [USER, FIRST, USER, {**LAST, "content": "so " * 80}]}
     once = {"messages": [USER, FIRST]}
-    data = opened(tmp_path, [talk, long, once, talk], THOUGHTS, max_length=60)
-    assert [data.name_of(i).rsplit(":", 1)[1] for i in range(len(data))] == [
-        "1",
-        "1",
-        "2",
-        "3",
-        "4",
-        "4",
-    ]
+    data = opened(tmp_path, [talk, long, once, talk], chats.THOUGHTS, max_length=60)
+    lines = "".join(data.name_of(i).rpartition(":")[2] for i in range(len(data)))
+    assert lines == "112344"
     assert "3 conversations became 6 samples, one for each answer" in shown(data)
     assert "1 longer than data.max_length left out" in shown(data)
     groups = data._index.groups

@@ -1,6 +1,5 @@
 """Hard negatives of pairs are rows, labels of pairs make triplets, scores have a scale."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ from trainer.features.hugging_face.data_set import HuggingFaceData
 from trainer.features.hugging_face.preference_encoder import prompt_of
 from trainer.features.hugging_face.tokenizers import byte_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def opened(folder: Path, records: list[Any], **more: Any) -> HuggingFaceData:
@@ -49,14 +45,7 @@ def test_negatives_are_rows_and_the_positive_stands_where_there_is_none(tmp_path
 
 
 def test_labels_make_triplets_of_which_no_first_text_is_on_both_sides(tmp_path):
-    rows = [
-        ("a", "b", 0),
-        ("a", "c", 1),
-        ("a", "d", 2),
-        ("a", "e", 0),
-        ("a", "f", 0),
-        ("a", "g", 2),
-    ]
+    rows = [("a", text, label) for text, label in zip("bcdefg", (0, 1, 2, 0, 0, 2), strict=True)]
     rows += [("h", "i", 0), ("h", "j", -1), ("k", "l", 2)]
     records = [dict(zip(("premise", "hypothesis", "label"), row, strict=True)) for row in rows]
     data = opened(tmp_path, records)
@@ -138,32 +127,3 @@ def test_other_data_have_the_scale_and_the_meaning_of_those_that_are_trained_on(
     # Words say the same everywhere.
     word = {**pair, "label": "entailment"}
     assert texts(rule([word], rule(some))) == [["a", "b"]]
-
-
-PAIR = {"sentence1": "a", "sentence2": "b"}
-
-
-@pytest.mark.parametrize(
-    ("more", "fault"),
-    [
-        ({"label": 0.5}, r"labels 0\.5, and pairs take .* type 'data.columns={score: label}'"),
-        ({"label": "not_entailment"}, r"has no positive \(not_entailment hard negative\)"),
-        ({"label": "0"}, "beside 'sentence2' 0 may mean entailment, or no duplicate: write"),
-        ({"entailment_judgment": "NEUTRAL"}, "column 'entailment_judgment' changes what a record"),
-        ({"relevance": 3}, "; to learn it, type 'data.columns={score: relevance}', or label for"),
-        ({"humanScore": 3}, "column 'humanScore' changes what a record means"),
-        ({"label": "entailment", "gold_label": "neutral"}, "column 'gold_label' changes what"),
-        ({"label": None}, r"column 'label' has no positive \(no label\)"),
-        ({"score": True}, "jsonl:1: its score is True; write a number"),
-        ({"score": 10**400}, "its score is 1000.*; write a number"),
-        ({"score": -500}, "column 'score' has scores up to 500; divide them"),
-        (
-            {"score": 1, "label": 1},
-            "'score' and 'label' each say what a pair is; leave all but one",
-        ),
-        ({"negative": 7}, "jsonl:1: its negative is of type int, not a string"),
-    ],
-)
-def test_what_pairs_say_is_refused_where_it_has_no_meaning(more, fault, tmp_path):
-    with pytest.raises(DataError, match=fault):
-        opened(tmp_path, [json.loads(json.dumps({**PAIR, **more}))])

@@ -1,24 +1,11 @@
 """How often a record counts, and an answer of a conversation: read as it is written."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from tests.lib.chats import CHATML, GENERATION, THOUGHTS, chat_tokenizer
-from tests.lib.hf_toys import write_lines
+from tests.lib.chats import CHATML, FIRST, GENERATION, LAST, THOUGHTS, USER, opened
 from trainer.core.errors import DataError
-from trainer.features.hugging_face.data_set import HuggingFaceData
 from trainer.objectives.next_token import NextToken
-
-USER = {"role": "user", "content": "why?"}
-FIRST, LAST = ({"role": "assistant", "content": text} for text in ("because it is", "so"))
-
-
-def opened(folder: Path, records: list[dict[str, Any]], template: str = CHATML, **more: Any) -> Any:
-    file = write_lines(folder / "records.jsonl", records)
-    return HuggingFaceData(str(file), chat_tokenizer(template), holdout=0.0, **more)
 
 
 @pytest.mark.parametrize(

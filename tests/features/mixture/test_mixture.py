@@ -108,8 +108,7 @@ def test_a_sample_is_named_by_its_source_and_a_source_without_samples_is_refused
         mixed(weight=0.001)
 
 
-def test_a_text_that_one_source_holds_out_is_trained_on_in_no_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+def test_a_text_that_one_source_holds_out_is_trained_on_in_no_other(tmp_path, cache):
     texts = [f"text {i}" for i in range(60)]
     sources = {}
     for name, own in (("a", texts[::2]), ("b", texts)):

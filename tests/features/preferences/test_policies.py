@@ -24,8 +24,6 @@ from tests.lib.preference_toys import (
 from tests.lib.run_support import curve, entries, go, overrides, shell, state
 from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer import train
-from trainer.core.errors import ConfigError
-from trainer.features.preferences.policies import DirectPreference, OddsRatio
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -99,10 +97,8 @@ def test_shards_take_the_same_steps_and_go_on_bit_for_bit(how, ranks):
     two = f"{LINE} parallel=fsdp parallel.ranks=2 {how}"
     one, whole = go(f"{LINE} steps=3"), on_ranks(ranks, overrides(f"{two} steps=3"))
     assert curve(whole, "loss") == pytest.approx(curve(one, "loss"), rel=1e-5)
-    config, early = (
-        prepared(shlex.join(overrides(f"{two} steps=3"))).config,
-        Path("early").absolute(),
-    )
+    config = prepared(shlex.join(overrides(f"{two} steps=3"))).config
+    early = Path("early").absolute()
     ranks.run(2, run_as_rank, config, early, {"stop_after": 1})
     assert ranks.run(2, run_as_rank, config, early, {"resume": True}) == [{"code": 0}] * 2
     assert all(torch.equal(state(early)[name], each) for name, each in state(whole).items())
@@ -133,15 +129,3 @@ def test_a_model_that_computes_a_loss_of_any_rows_learns_pairs_by_itself():
     transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300).save_pretrained("gpt2")
     config = "model.config=gpt2/config.json model.task=causal_lm tokenizer=hf tokenizer.path=llama"
     go(f"{ONE_STEP} {config} steps=1")
-
-
-@pytest.mark.parametrize("objective", [DirectPreference(), OddsRatio()])
-def test_pairs_without_labels_as_a_classifier_gets_them_are_refused(objective):
-    with pytest.raises(ConfigError, match=r"objective=(dpo|orpo): learns the tokens of answers"):
-        objective.weights({"input_ids": torch.zeros(1, 2, 3, dtype=torch.int64)})
-
-
-def test_a_run_without_pairs_is_refused():
-    Path("text.jsonl").write_text('{"text": "the step is a sum"}\n' * 4)
-    with pytest.raises(ConfigError, match="objective=dpo: takes pairs"):
-        go(f"{LINE} steps=1 data.path=text.jsonl")

@@ -7,7 +7,6 @@ import torch
 from PIL import Image
 
 from tests.lib.hf_toys import write_lines
-from trainer.core.errors import DataError
 from trainer.features.hugging_face import tokenizers
 from trainer.features.vision.image_text import ImageText
 
@@ -61,20 +60,3 @@ def test_records_name_their_images_and_a_conversation_says_where_it_stands(pictu
     text = data.decode(data[1]["input_ids"].tolist())
     assert "See <image><image><image><image>: what" in text
     assert torch.equal(data[0]["pixel_values"], torch.ones(3, 4, 4))
-
-
-@pytest.mark.parametrize(
-    ("record", "fault"),
-    [
-        ({"image": 5, "prompt": "a"}, r"pairs.jsonl:1: no JSON object with an `image`"),
-        ({"image": "gone.png", "prompt": "a"}, r"pairs.jsonl:1: no such image: .*gone.png"),
-        ({}, r"pairs.jsonl:1: neither prompt and completion nor messages"),
-        ({"prompt": "<image><image>", "completion": "b"}, "2 <image> for one image"),
-        ({"prompt": [{"role": "user"}], "completion": "b"}, "a text is of type list, not a str"),
-        ({"prompt": "a" * 300, "completion": "b"}, "data.max_length=3"),
-    ],
-)
-def test_a_record_that_is_bad_is_named_by_file_and_line(picture, record, fault):
-    file = write_lines(picture / "pairs.jsonl", [{"image": "white.png"} | record])
-    with pytest.raises(DataError, match=fault):
-        ImageText(byte_tokenizer(), str(file))

@@ -33,13 +33,3 @@ def test_two_ranks_take_the_samples_of_one_in_its_order_with_the_tail_of_the_epo
         ]
     assert curve(run, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-12)
     assert len(entries(run, "samples.jsonl")[-1]["ids"]) == 4, "the tail of 18 samples"
-
-
-def test_another_number_of_image_tokens_than_the_model_takes_is_one_line_before_the_first_step(
-    capsys,
-):
-    assert run_line(shlex.split(f"{LINE} accum.micro=7 data.image_tokens=5")) == 3
-    (fault,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "data: LlavaForConditionalGeneration does not take the longest sample: " in fault
-    assert "Image features and image tokens do not match, tokens: 5" in fault
-    assert not list(Path().glob("outputs/*/*/metrics.jsonl"))

@@ -43,10 +43,7 @@ class Toy(nn.Module):
 
 
 class Buffers(Toy):
-    """Replaces one, writes into one that no checkpoint saves, appends to one through `.data`.
-
-    Scales the rows of its embedding that it reads, too.
-    """
+    """Replaces one, writes into one that no checkpoint saves, appends to one; scales rows read."""
 
     def __init__(self) -> None:
         super().__init__(max_norm=0.9)

@@ -6,23 +6,13 @@ import signal
 
 import pytest
 
-from tests.lib.chats import (
-    CHATML,
-    GENERATION,
-    LLAMA3,
-    MISTRAL,
-    PIECES,
-    THOUGHTS,
-    chat_tokenizer,
-    conversations,
-    marked,
-)
+from tests.lib import chats
+from tests.lib.chats import CHATML, GENERATION, THOUGHTS, USER, chat_tokenizer, marked
 from tests.lib.trl_masks import CASES, STORED, digest
 from trainer.data.chat import encode_samples
 from trainer.data.conversation import normalize_messages
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 
-USER = {"role": "user", "content": "why?"}
 ANSWER = {"role": "assistant", "content": "because it is"}
 TALK = [USER, ANSWER]
 
@@ -58,17 +48,17 @@ def learned(tokenizer, encoded):
     return [tokenizer.decode(run) for run in runs if run]
 
 
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", chats.PIECES)
 def test_of_200_conversations_the_tokens_of_the_answers_count_and_no_other(tokenizer, name):
-    template, pieces_of = PIECES[name]
-    for messages in conversations(200):
+    template, pieces_of = chats.PIECES[name]
+    for messages in chats.conversations(200):
         ids, counts = encoded_talk(tokenizer, template, messages)
         by_hand = [(ids_of(tokenizer, text), counted) for text, counted in pieces_of(messages)]
         assert ids == [token for piece, _ in by_hand for token in piece]
         assert counts == [counted for piece, counted in by_hand for _ in piece]
         applied = tokenizer.apply_chat_template(messages, chat_template=template)
         assert ids == applied["input_ids"]
-        assert ids.count(tokenizer.bos_token_id) == (template in (LLAMA3, MISTRAL))
+        assert ids.count(tokenizer.bos_token_id) == (template in (chats.LLAMA3, chats.MISTRAL))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,7 +66,7 @@ def test_what_counts_of_200_records_is_what_trl_learns(case):
     template, record_of = CASES[case]
     stored, tokenizer = json.loads(STORED.read_text())[case], chat_tokenizer(template)
     texts = []
-    for messages in conversations(200):
+    for messages in chats.conversations(200):
         record = record_of(messages)
         parts = record.get("prompt", ()), record.get("completion") or record["messages"]
         texts.append(marked(tokenizer, *encode_completion(tokenizer, *parts)))
@@ -275,32 +265,6 @@ def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokeniz
 def test_what_shows_no_answer_is_refused_with_what_to_do(tokenizer, messages, template, words):
     with pytest.raises(ValueError, match=words.replace("|", r"\|")):
         encoded_talk(tokenizer, template, messages)
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("hello", "not a list of messages"),
-        ([], "an empty one"),
-        (["hello"], "message 1 is of type str; write an object"),
-        ([{"from": "dog", "value": "x"}], "message 1 has the unknown role 'dog'"),
-        ([USER, {"role": "assistant", "content": None}], "message 2, of the assistant, has no"),
-        (
-            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-            "message 1, of the user, has a part of type 'image', which is no text",
-        ),
-    ],
-)
-def test_what_is_no_conversation_is_refused_in_plain_words(value, words):
-    with pytest.raises(ValueError, match=words):
-        normalize_messages(value)
-
-
-def test_pairs_of_two_kinds_or_without_an_answer_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="both text, or both lists of messages"):
-        encode_completion(tokenizer, "why?", [ANSWER])
-    with pytest.raises(ValueError, match="no message is of the assistant"):
-        encode_completion(tokenizer, TALK, [USER], chat_template=CHATML)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,7 @@ from trainer.core.errors import DataError
 from trainer.data.documents import BOS, EOS
 from trainer.features.stdlib.stdlib import StdlibText
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 MODULES = {

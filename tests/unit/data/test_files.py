@@ -188,21 +188,6 @@ def test_labels_of_a_table_are_numbers_where_all_are_and_else_words(labels, name
     assert data.facts().num_classes == (1 if isinstance(numbers[0], float) else max(numbers) + 1)
 
 
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [
-        ("text,y\na,b\n\na,b,c\n", r"a\.csv:4: 3 cells, and 2 names"),
-        ('text,y\n"a,b\n', r"a\.csv:2: not CSV \(unexpected end of data\)"),
-        ("text,text\na,b\n", r"a\.csv:1: two columns are named 'text'; rename one"),
-        ("text\n", "holds no records"),
-    ],
-)
-def test_a_table_that_is_not_sound_names_its_line(content, fault, folder):
-    (folder / "a.csv").write_text(content)
-    with pytest.raises(DataError, match=fault):
-        hf(folder / "a.csv")
-
-
 def passed_over(data: Any) -> str:
     rows = data_facts(data).describe_records(None)
     (shown,) = [row.text for row in rows if "passed over" in (row.text or "")]

@@ -13,13 +13,7 @@ from trainer.data.index import cache_folder, cached_index
 from trainer.data.split import held_out_count, held_out_mask
 
 DOCUMENTS = [b"some text", b"", b"\x00\xff" * 9]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("TRAIN_CACHE", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def opened(documents=None, reader="key"):

@@ -10,10 +10,7 @@ from trainer.core.errors import DataError
 from trainer.data.files import Listing
 from trainer.data.text import Text
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -65,29 +62,6 @@ def test_json_lines_are_known_by_their_suffix(folder, name):
     file.write_text('{\n"text": "two"\n}\n')
     with pytest.raises(DataError, match=rf"{name}:1: not JSON"):
         Text(str(file))
-
-
-@pytest.mark.parametrize(
-    ("record", "fault"),
-    [
-        (
-            b'{"body": "x", "n": 1}',
-            "no field 'text'; it has 'body', 'n'; data.field=body takes another",
-        ),
-        (b'{"text": 3}', "field 'text' is of type int, not a string"),
-        (b'{"text": "\\ud800"}', "surrogates not allowed"),
-    ],
-)
-def test_a_bad_record_names_file_and_line(tmp_path, record, fault):
-    file = jsonl(tmp_path / "data.jsonl", {"text": "good"}, b"", record, {"text": "good"})
-    with pytest.raises(DataError) as caught:
-        Text(str(file))
-    text = str(caught.value)
-    assert text.startswith(f"data: {file}:3: ")
-    assert fault in text
-    assert text.endswith("; fix it, or use data.on_bad=skip")
-    assert "\n" not in text
-    assert len(text) < 400
 
 
 def test_without_learning_a_record_that_is_bad_has_its_reason_however_many_are(tmp_path):

@@ -1,7 +1,4 @@
-"""What a comparison is made of: what counts as rounding, in which precision, on what copy.
-
-No fault hides in a small gradient, no noise alarms; what a copy cannot show proves nothing.
-"""
+"""What a comparison is made of: what counts as rounding, in which precision, on what copy."""
 
 from dataclasses import dataclass
 
@@ -24,10 +21,7 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class Faulty(GradientStrategy):
-    """Gets one parameter's gradient wrong where there are several micro-batches.
-
-    By a factor that grows with their number, or by a constant.
-    """
+    """Gets a gradient wrong by a factor that grows with the micro-batches, or by a constant."""
 
     name: str
     fault: float = 0.0
