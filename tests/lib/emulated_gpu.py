@@ -215,7 +215,8 @@ def refuse_mixed(operator: object, args: object, kwargs: object) -> None:
         if any(isinstance(t, torch.Tensor) for t in here):
             count_wait(f"{operator} with an index in main memory")
         return
-    if any(t.dim() and t.device.type != "meta" for t in here):
+    takes_numbers = operator not in {aten.cat.default, aten.stack.default}
+    if any((t.dim() or not takes_numbers) and t.device.type != "meta" for t in here):
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, "
             f"{NAME}:0 and cpu! ({operator})"

@@ -43,6 +43,7 @@ KINDS: Mapping[str, str] = {
     "precise": f"{RESNET} batchnorm=micro batchnorm.precise=16",
     "vit": f"{PICTURES} model=vit model.width=16 model.depth=1",
     "contrastive": f"{TOWERS} objective=contrastive {CUT}",
+    "fixed temperature": f"{TOWERS} objective=contrastive objective.temperature=0.1 {CUT}",
     "llama": f"{HF} model.path=llama data.path=corpus.jsonl",
     "chat": f"{HF} model.path=llama data.path=chat.jsonl",
     "chat adapter": f"{HF} model.path=llama data.path=chat.jsonl adapter=lora",

@@ -66,6 +66,18 @@ def test_equal_texts_and_images_are_no_negatives_of_each_other(objective, monkey
     assert same.metrics["recall_at_1"] == len(texts)
 
 
+def test_numbers_of_two_columns_are_no_ids_of_each_other():
+    torch.manual_seed(0)
+    query, document = torch.randn(2, 6, 4, dtype=torch.float64)
+    given, ids = {"query": query, "document": document}, torch.arange(6)
+    plain, apart, shared = (
+        INFONCE.sums(lambda _: given, fields).losses["contrastive"].item()
+        for fields in ({}, {"id": ids, "anchor_id": ids + 1}, {"id": ids // 2})
+    )
+    assert apart == plain
+    assert abs(shared - plain) > WRONG
+
+
 def test_the_scale_counts_once_where_accumulation_in_open_clips_way_counts_it_each_time():
     cut = Fixed(micro=4)
     found, *_ = gradient_of(World(), cut, INFONCE, TWO)

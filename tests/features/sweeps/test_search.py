@@ -106,8 +106,9 @@ def test_a_search_that_was_ended_goes_on_with_the_job_that_it_was_at(number):
     assert [row["step"] for row in rows_of_last()] == ["60"] * 3
 
 
-def test_jobs_that_begin_at_once_have_other_values(tmp_path):
-    settings = {"_target_": "optuna.samplers.RandomSampler", "seed": None}
+@pytest.mark.parametrize("seed", [None, 7])
+def test_jobs_that_begin_at_once_have_other_values(seed, tmp_path):
+    settings = {"_target_": "optuna.samplers.RandomSampler", "seed": seed}
     search = Search(
         folder=tmp_path,
         storage=str(tmp_path / "study.log"),
@@ -116,7 +117,7 @@ def test_jobs_that_begin_at_once_have_other_values(tmp_path):
         mode="min",
         typed=["a=interval(0,1)"],
         sampler=settings,
-        pruner=None,
+        pruner={},
         seed=0,
         num_trials=3,
     )

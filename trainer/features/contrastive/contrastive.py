@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +137,7 @@ class Contrastive(CoupledObjective):
                 "shape (1,): add them, or type objective.loss=infonce"
             )
         if self.temperature is not None or SCALE not in rows:
-            scale = torch.tensor(1 / (self.temperature or FIXED), dtype=torch.float64)
+            scale = query.new_full((), 1 / (self.temperature or FIXED))
         else:
             scale = rows[SCALE].mean()
             # The gradient is that at the bound, so that the scale can come back from beyond it.
@@ -206,7 +207,10 @@ def _digests_of(fields: Fields, rows: Mapping[str, Tensor]) -> dict[str, Tensor]
     num_texts = 2 + rows[NEGATIVES].shape[1] if NEGATIVES in rows else None
     if contents is not None and contents.shape[1] == num_texts:
         parts, found[NEGATIVE_DIGESTS] = [contents[:, :2]], contents[:, 2:]
-    parts += [fields[name].view(-1, 1) for name in IDS if name in fields]
+    for name in IDS:
+        if name in fields:
+            # A number of one column is none of another's, nor a digest.
+            parts.append(fields[name].view(-1, 1) + (zlib.crc32(name.encode()) << 30))
     if parts:
         found[DIGESTS] = torch.cat(parts, 1)
     return found

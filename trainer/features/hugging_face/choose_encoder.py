@@ -58,6 +58,7 @@ class EncodeOptions:
     # Whether labels are read; without them each record that is no sample is noted with its reason
     learns: bool = True
     of_numbers: bool = False  # whether labels are numbers, whatever they look like
+    of_flags: bool = False  # whether several whole numbers are the classes that apply
     of_pairs: bool = True  # whether pairs of answers are read where another format fits, too
     # By column, the value or values of records that are kept
     filter_by: Mapping[str, Any] = field(default_factory=dict)
@@ -69,8 +70,13 @@ class EncodeOptions:
     @classmethod
     def for_objective(cls, typed: str | None, *, task: Task, **others: Any) -> EncodeOptions:  # noqa: ANN401 - fields
         """Make the options of a run, whose objective says what records are read as."""
-        of_numbers, of_pairs = typed == "regression", typed != TASKS[task].objective
-        return cls(task=task, of_numbers=of_numbers, of_pairs=of_pairs, **others)
+        return cls(
+            task=task,
+            of_numbers=typed == "regression",
+            of_flags=typed == "multi_label",
+            of_pairs=typed != TASKS[task].objective,
+            **others,
+        )
 
 
 def fields_of(
@@ -155,7 +161,7 @@ def _labels(
         how = (_stated(parts, column), options.model_labels, options.label_names)
         if is_list and form.name != "tags":
             columns = () if isinstance(column, str) else tuple(column)
-            return find_several(values, *how, columns=columns)
+            return find_several(values, *how, columns=columns, of_flags=options.of_flags)
         if options.of_numbers:
             return Labels()
         if is_list:

@@ -156,11 +156,14 @@ def find_several(
     model: Sequence[str] = (),
     fixed: Sequence[str] | None = None,
     columns: Sequence[str] = (),
+    *,
+    of_flags: bool = False,
 ) -> Labels:
     """Find what the labels of records are that have several each, in a list or in `columns`.
 
     Lists of one length are a place for each number: 0 or 1 where the label applies, or any numbers
-    unless classes of another count are known. Others have the names or numbers of those that apply.
+    unless classes of another count are known. Others have the names or numbers of those that apply,
+    and so have whole numbers above 1 where labels are to be flags.
     """
     lengths, distinct = set[int](), set[object]()
     for row in rows:
@@ -168,15 +171,22 @@ def find_several(
             lengths.add(len(row))
             distinct.update(each for each in row if not isinstance(each, dict | list))
     distinct -= {None, ""}
-    numbers = {*distinct}
+    numbers: set[Any] = {*distinct}
     if columns:
         numbers = {*map(number_in, distinct)}
     count, kinds, names = max(lengths, default=0), {*map(type, numbers)}, columns or fixed or model
     is_even = len(lengths) == 1 and (count > 1 or bool(columns))
     are_flags = is_even and numbers <= {0, 1}
-    is_open = stated is None and len(names) in {0, count}
-    are_numbers = is_even and is_open and kinds <= {bool, int, float}
+    is_open = stated is None and len(names) in {0, count} and not of_flags
+    are_plain, shares = kinds <= {bool, int, float}, numbers - {IGNORED}
+    are_numbers = is_even and is_open and are_plain
     if are_flags or are_numbers or columns or float in kinds:
+        if (
+            of_flags
+            and are_plain
+            and not 0 <= min(shares, default=0) <= max(shares, default=0) <= 1
+        ):
+            raise ValueError("a label is not from 0 to 1: type objective=regression for numbers")
         return Labels(
             tuple(names) if len(names) == count else None,
             count,

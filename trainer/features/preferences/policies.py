@@ -114,7 +114,7 @@ class DirectPreference(PairPolicy):
             losses = -F.logsigmoid(self.beta * gap) * (1 - wrong)
             if wrong:
                 losses = losses - F.logsigmoid(-self.beta * gap) * wrong
-        return Sums(losses={"dpo": losses.sum()}, metrics=self.rewards(self.beta * ratios))
+        return Sums(losses={"dpo": losses.sum()}, metrics=self.rewards(self.beta * scores))
 
 
 @final

@@ -42,6 +42,8 @@ PRUNED = "pruned"
 # Other attributes of a trial: the folder of its sweep, its number there, whether it was killed
 _SWEEP, _JOB, _LOST = "sweep", "job", "lost"
 _METRIC = "metric"  # of a study
+# Of a study without a pruner Optuna makes one that prunes.
+_NO_PRUNER = {"_target_": "optuna.pruners.NopPruner"}
 
 
 @contextmanager
@@ -74,7 +76,7 @@ class Search:
     mode: Literal["min", "max"]
     typed: Sequence[str]  # overrides, those with several values among them
     sampler: Mapping[str, Any]
-    pruner: Mapping[str, Any] | None
+    pruner: Mapping[str, Any]
     seed: int
     num_trials: int  # of the study in all
 
@@ -103,7 +105,7 @@ class Search:
             storage=storage,
             study=str(settings["study_name"] or folder.name),
             sampler=settings["sampler"],
-            pruner=settings["pruner"],
+            pruner=settings["pruner"] or _NO_PRUNER,
             num_trials=settings["n_trials"],
             metric=config.sweep.metric,
             mode=sweep_mode(config),
@@ -147,11 +149,14 @@ class Search:
             if own.items() <= trial.user_attrs.items():
                 return trial
         # Each process makes a sampler, which with one seed would draw the same for every job.
-        if settings.get("seed", 0) is None:
+        if "seed" in settings:
+            seed = settings["seed"]
+            if seed is None:
+                seed = self.seed
             # One without a folder may be of a job of this sweep that asks just now.
             folders = [each.user_attrs.get(_SWEEP, str(self.folder)) for each in trials]
             others = sum(folder != str(self.folder) for folder in folders)
-            settings["seed"] = (self.seed + others + job) % 2**32
+            settings["seed"] = (seed + others + job) % 2**32
         study.sampler = _made("sampler", settings)
         with without_warnings():
             new = study.ask(self._space())
