@@ -143,7 +143,7 @@ def fitting_optimizer(
     given = {**_settings(config, job)}
     share = objective.rate_share
     if share != 1 and job != "scratch" and "lr" in given:
-        given["lr"] *= share
+        given["lr"] = float(f"{given['lr'] * share:.6g}")  # as one would type it
         why = f"{why}; {type(objective).__name__} takes {share:g} of the usual rate"
     if recorded.get("optimizer._target_") == config.optimizer.target:
         why = "as the run began"

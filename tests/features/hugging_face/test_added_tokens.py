@@ -42,7 +42,7 @@ def test_new_rows_begin_as_the_mean_of_the_old_ones_and_an_export_loads_with_the
     save_llama(Path("llama"), old, tie_word_embeddings=tied)
     before = model_of("llama").get_input_embeddings().weight
     run = go("tokenizer.add=[<tool>,</tool>,a]", "optimizer.lr=0")
-    assert "tokenizer.add: a: tokens of it already" in (run.folder / "train.log").read_text()
+    assert "tokenizer.add: a: in the tokenizer already" in (run.folder / "train.log").read_text()
     train(["export", f"run={run.folder}", "export.to=out"])
     model, tokenizer = model_of("out"), tokenizer_in("out")
     for part in (model.get_input_embeddings(), model.get_output_embeddings()):

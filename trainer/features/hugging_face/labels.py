@@ -181,11 +181,8 @@ def find_several(
     are_plain, shares = kinds <= {bool, int, float}, numbers - {IGNORED}
     are_numbers = is_even and is_open and are_plain
     if are_flags or are_numbers or columns or float in kinds:
-        if (
-            of_flags
-            and are_plain
-            and not 0 <= min(shares, default=0) <= max(shares, default=0) <= 1
-        ):
+        is_share = not are_plain or 0 <= min(shares, default=0) <= max(shares, default=0) <= 1
+        if of_flags and not is_share:
             raise ValueError("a label is not from 0 to 1: type objective=regression for numbers")
         return Labels(
             tuple(names) if len(names) == count else None,

@@ -53,7 +53,7 @@ def _of_added_tokens(tokenizer: Any, module: Any) -> list[str]:  # noqa: ANN401 
     warnings, new = list[str](), getattr(tokenizer, NEW_IDS, ())
     if known := getattr(tokenizer, KNOWN, ()):
         words = first_of(known)
-        warnings.append(f"tokenizer.add: {words}: tokens of it already, so nothing is added")
+        warnings.append(f"tokenizer.add: {words}: in the tokenizer already, and not added")
     if not new or not hasattr(module, "get_input_embeddings"):
         return warnings
     tables = [module.get_input_embeddings(), module.get_output_embeddings()]

@@ -62,7 +62,12 @@ def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[
     What both begin with is the prompt where there is none: whole messages, or whole words.
     """
     read, prompt = chat_encoder.text_or_messages, record.get("prompt")
-    sides = [read(record[role]) for role in ("chosen", "rejected") if role in record]
+    sides = list[Answer]()
+    for role in ("chosen", "rejected"):
+        if role in record:
+            if record[role] is None:
+                raise ValueError(f"{role} is null")
+            sides.append(read(record[role]))
     if prompt is not None:
         prompt = read(prompt)
     if isinstance(prompt, str) and isinstance(sides[0], list):

@@ -17,6 +17,7 @@ from trainer.features.text_metrics.answers import AskedSample
 from trainer.features.text_metrics.metrics import PredictionMetric
 from trainer.training.predictions import tells_by_rows
 
+_FEW = 100  # held-out samples that are soon computed one by one
 _TRIED = 8  # samples of a part that are looked at for an answer
 _TAG = re.compile("O|[BIES]-.+")
 
@@ -51,8 +52,8 @@ def scoring_rows(run: Run, most: int, *, is_scored: bool) -> Sequence[Row]:
         text = f"an answer of up to {plural(most, 'token')} to each of "
         text += plural(samples, "held-out sample")
     text += ", at every evaluation"
-    if run.config.eval.samples is None:
-        text += "; eval.samples=100 takes fewer"
+    if run.config.eval.samples is None and samples > _FEW:
+        text += f"; eval.samples={_FEW} takes fewer"
     return [*found, row("predictions", text, group="computed", predicted_samples=samples)]
 
 
