@@ -5,37 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import final
 
 import torch
 
 from trainer.accumulate.base import seed_draws
+from trainer.assemble.saved import Saved
 from trainer.checkpoint.weights import load_step
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.format import lead_nowhere
 from trainer.core.world import World, rng_key
-from trainer.data.samples import faults_of
-from trainer.features.generate.run_text import GoOn, RunText, build_writer, read_text
+from trainer.data.samples import DataFacts, faults_of
+from trainer.features.generate.run_text import build_writer, read_text
 from trainer.features.generate.written_text import WrittenText
 from trainer.models.facts import Continuation
 from trainer.report.console import Screen
-
-LEAST_TEMPERATURE = 1e-4
-"""Below it each token is the likeliest: a quotient of logits might not be finite."""
-
-
-@final
-@dataclass(frozen=True)
-class Prompt:
-    """A text that is to be continued."""
-
-    text: str
-    tokens: list[int]
-    ends: set[int]
 
 
 def generate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -46,17 +33,11 @@ def generate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if not world.is_main:
         return 0
     loaded, screen = load_step(folder, config.step), Screen(file=sys.stderr)
-    run_text = read_text(config, folder, loaded, world)
+    saved = Saved.read(config, loaded, world)
+    facts, writes_apart = read_text(config, folder, saved, world)
     left_out = list[TrainError]()
-
-    def leave_out(error: TrainError) -> None:
-        # Of many lines the others are continued.
-        if config.prompt is not None:
-            raise error
-        left_out.append(error)
-        screen.warn(str(error))
-
-    prompts = _encoded(_texts(config.prompt, screen), run_text, leave_out)
+    encode = partial(_encode, config, facts, writes_apart=writes_apart)
+    prompts = _encoded(config.prompt, encode, screen, left_out)
     # Before a large model is built: the first prompt may be none.
     first = next(prompts, None)
     if first is None and left_out:
@@ -64,42 +45,40 @@ def generate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if first is None:
         raise ConfigError("prompt: stdin has no line with a text; type prompt='...'")
     screen.name_checkpoint(loaded)
-    go_on = build_writer(config, loaded, world)
+    go_on, decode = build_writer(config, saved, world), facts.decode
+    assert decode is not None  # see `read_text`
     seed_draws(rng_key(config.seed, "generate"), world.device)
     with _stdout(), torch.no_grad():
-        for prompt in chain([first], prompts):
+        for text, asked in chain([first], prompts):
             if config.prompt is None:
-                screen.line(f"> {prompt.text}")
-            _write(config, prompt, run_text, go_on, screen)
+                screen.line(f"> {text}")
+            begun = () if writes_apart else asked.prompt
+            written = WrittenText(decode, begun, sys.stdout)
+            go_on(asked, written.put)
+            if written.end() == asked.most < config.generate.tokens:
+                limit = f"the model's {facts.max_length} positions"
+                screen.line(f"ends after {asked.most} tokens, with {limit}")
     screen.close()
     if left_out:
         return left_out[0].exit_code
     return 0
 
 
-def _write(
-    config: RunConfig, prompt: Prompt, run_text: RunText, go_on: GoOn, screen: Screen
-) -> None:
-    """Write what follows a prompt, and a line break."""
-    begin, limit = prompt.tokens, run_text.max_positions
-    room = limit - len(begin)
-    if run_text.writes_apart:
-        begin, room = [], limit
-    wanted, temperature = config.generate.tokens, config.generate.temperature
-    if temperature < LEAST_TEMPERATURE:
-        temperature = 0.0
-    asked = Continuation(
-        prompt=prompt.tokens,
-        ends=prompt.ends,
-        most=min(wanted, room),
-        temperature=temperature,
-        vocab_size=run_text.vocab_size,
-        pad_token_id=run_text.pad_token_id,
-    )
-    written = WrittenText(run_text.decode, begin, sys.stdout)
-    go_on(asked, written.put)
-    if written.end() == room < wanted:
-        screen.line(f"ends after {room} tokens, with the model's {limit} positions")
+def _encoded(
+    typed: str | None,
+    encode: Callable[[str, str], Continuation],
+    screen: Screen,
+    left_out: list[TrainError],
+) -> Iterator[tuple[str, Continuation]]:
+    """Give each text with its tokens; of many lines those that cannot be continued are noted."""
+    for place, text in _texts(typed, screen):
+        try:
+            yield text, encode(place, text)
+        except TrainError as error:
+            if typed is not None:
+                raise
+            left_out.append(error)
+            screen.warn(str(error))
 
 
 def _texts(typed: str | None, screen: Screen) -> Iterator[tuple[str, str]]:
@@ -117,20 +96,12 @@ def _texts(typed: str | None, screen: Screen) -> Iterator[tuple[str, str]]:
             yield f"line {number} of stdin", text
 
 
-def _encoded(
-    texts: Iterator[tuple[str, str]], run_text: RunText, left_out: Callable[[TrainError], object]
-) -> Iterator[Prompt]:
-    """Turn each text into tokens; calls with the fault of one that cannot be continued."""
-    for place, text in texts:
-        try:
-            yield _encode(place, text, run_text)
-        except TrainError as error:
-            left_out(error)
-
-
-def _encode(place: str, text: str, run_text: RunText) -> Prompt:
+def _encode(
+    config: RunConfig, facts: DataFacts, place: str, text: str, *, writes_apart: bool
+) -> Continuation:
     """Turn a text into tokens that leave room for one that follows."""
-    most = run_text.max_positions - 1
+    assert facts.prompt is not None  # see `read_text`
+    assert facts.max_length is not None
     if not text.strip():
         raise ConfigError(f"{place}: is empty; type a text to continue")
     try:
@@ -138,13 +109,24 @@ def _encode(place: str, text: str, run_text: RunText) -> Prompt:
     except UnicodeEncodeError:
         raise ConfigError(f"{place}: is not UTF-8") from None
     with faults_of(f"`prompt` of the data for {place}"):
-        tokens, ends = run_text.encode(text)
-    if not 0 < len(tokens) <= most:
+        tokens, ends = facts.prompt(text)
+    room = facts.max_length - len(tokens)
+    if room < 1 or not tokens:
         raise ConfigError(
-            f"{place}: {text!r:.40} has {len(tokens)} tokens; 1 to {most} leave room for one "
-            "that follows"
+            f"{place}: {text!r:.40} has {len(tokens)} tokens; 1 to {facts.max_length - 1} leave "
+            "room for one that follows"
         )
-    return Prompt(text, [*map(int, tokens)], {*ends})
+    if writes_apart:
+        room = facts.max_length
+    return Continuation(
+        prompt=[*map(int, tokens)],
+        ends={*ends},
+        most=min(config.generate.tokens, room),
+        # Near 0 a quotient of logits might not be finite: there each token is the likeliest.
+        temperature=round(config.generate.temperature, 4),
+        vocab_size=facts.vocab_size,
+        pad_token_id=facts.pad_token_id or 0,
+    )
 
 
 @contextmanager

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from trainer.assemble.features import Feature
 from trainer.assemble.run import Run
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import ConfigError, Preempted
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import to_device
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.run_folder import RunFolder
-from trainer.data.collate import ATTENTION_MASK
+from trainer.data.collate import pad_samples
 from trainer.data.samples import INPUT_IDS, faults_of
-from trainer.objectives.base import logits_of
-from trainer.objectives.text_output import TextOutput, continued
+from trainer.objectives.next_token import NextToken
+from trainer.objectives.text_output import TextOutput
 from trainer.report.console import step_text
 from trainer.training.data import Data
 from trainer.training.evaluation import inference
@@ -91,48 +89,31 @@ class ContinuedPrompts(Feature):
 
     def _show(self, run: OpenRun) -> None:
         """Continue each prompt, and decode what follows, onto the screen and generated.jsonl."""
-        step, decode = run.progress.step, run.feed.data.loader.dataset.facts.decode
-        prompts, ends, limit = self._encoded(run.feed.data)
-        rows, found = None, list[str]()
-        with AllocationGuard():
-            rows = _continued(run, prompts, ends, self.most, limit)
-        if rows is None:
-            text = "out of memory; nothing was continued, and the run goes on"
-            run.reporter.warn(f"log.generate: {text}")
-            return
+        step, facts = run.progress.step, run.feed.data.loader.dataset.facts
+        decode = facts.decode
         assert decode is not None  # see `check`
+        prompts, ends, limit = self._encoded(run.feed.data)
+        how = TextOutput(ends=ends, most=self.most, limit=limit, vocab_size=facts.vocab_size)
+        rows = [{INPUT_IDS: torch.tensor(tokens)} for tokens in prompts]
+        fields = pad_samples(rows, rows[0], max(map(len, prompts)), str, facts.pad_token_id or 0)
+        with AllocationGuard() as guard:
+            given = to_device(fields, run.context.world.device)
+            lines = NextToken().predict(run.context.parallel.call, given, how)
+        if guard.failed:
+            run.reporter.warn(
+                "log.generate: out of memory; nothing was continued, and the run goes on"
+            )
+            return
+        at, found = step_text(step, run.total_steps), list[str]()
         try:
             # Of the whole: what stands alone may be decoded without the space before it.
-            for tokens, row in zip(prompts, rows, strict=True):
-                found.append(decode([*tokens, *row])[len(decode(tokens)) :])
+            for tokens, line in zip(prompts, lines, strict=True):
+                behind = decode([*tokens, *line["prediction"]])
+                found.append(behind[len(decode(tokens)) :])
         except Exception as error:  # `decode` is the user's, and the run goes on without
             why = f"{type(error).__name__}: {error}"
             run.reporter.warn(f"log.generate: what follows cannot be decoded: {why}")
             return
         for prompt, text in zip(self.texts, found, strict=True):
             run.reporter.record(RunFolder.TEXTS, {"step": step, "prompt": prompt, "text": text})
-            at = step_text(step, run.total_steps)
             run.reporter.line(f"{at}  {prompt!r} -> {text!r}")
-
-
-def _continued(
-    run: OpenRun, prompts: Sequence[Tokens], ends: Collection[int], most: int, limit: int
-) -> list[Tokens]:
-    """Give the likeliest tokens behind each prompt, at most so many, in rows of a length."""
-    device, facts = run.context.world.device, run.feed.data.loader.dataset.facts
-    lengths, fill = [*map(len, prompts)], facts.pad_token_id or 0
-    longest = min(max(lengths) + most, limit)
-    rows = [torch.tensor(tokens, device=device) for tokens in prompts]
-
-    def next_logits(ids: Tensor) -> Tensor:
-        if run.was_asked():
-            raise Preempted("stopped while prompts were continued")
-        # All are as long, so that a compiled model runs as it does in training.
-        room = (0, longest - ids.shape[1])
-        mask = F.pad(torch.ones_like(ids), room)
-        fields = {INPUT_IDS: F.pad(ids, room, value=fill), ATTENTION_MASK: mask}
-        return logits_of(run.context.parallel.call(fields))[:, : ids.shape[1]]
-
-    text = TextOutput(ends=ends, most=most, limit=limit, vocab_size=facts.vocab_size)
-    begun = pad_sequence(rows, batch_first=True, padding_value=fill)
-    return continued(next_logits, begun, text, lengths)

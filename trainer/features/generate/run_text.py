@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any
 
-from trainer.assemble.data_sets import purpose_of_model
+from trainer.assemble.data_sets import RunTokenizer, open_data, purpose_of_model
 from trainer.assemble.instantiate import look_up
 from trainer.assemble.module import build_model
-from trainer.assemble.saved import Terms, read_terms
-from trainer.checkpoint.store import Loaded
-from trainer.checkpoint.weights import checkpoint_weights
-from trainer.config.components import AUTO_OBJECTIVE, Component
+from trainer.assemble.objective import trained_objective
+from trainer.assemble.saved import Saved, Terms
+from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
+from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
+from trainer.data.samples import DataFacts
 from trainer.features.generate.next_token import continue_by_forward
-from trainer.features.generate.text_facts import text_facts
 from trainer.models.bind import bind
 from trainer.models.facts import Continuation, facts_of
 
@@ -32,24 +33,17 @@ GoOn = Callable[[Continuation, Callable[[int], object]], object]
 """Continues a prompt, and calls with each token."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class RunText:
-    """How a run's model reads and writes text."""
+def read_text(
+    config: RunConfig, folder: Path, saved: Saved, world: World
+) -> tuple[DataFacts, bool]:
+    """Say how a run reads and writes text, unless it does not; the model is not built.
 
-    encode: Callable[[str], tuple[Sequence[int], Sequence[int]]]  # see `DataFacts.prompt`
-    decode: Callable[[Sequence[int]], str]
-    vocab_size: int | None
-    pad_token_id: int
-    max_positions: int  # of a prompt and what follows it
-    writes_apart: bool  # whether what it writes does not go on with the prompt
-
-
-def read_text(config: RunConfig, folder: Path, loaded: Loaded, world: World) -> RunText:
-    """Say how a run reads and writes text, unless it does not; the model is not built."""
-    terms, purpose = read_terms(loaded), purpose_of_model(config)
+    Gives what is known of its tokens, with the `max_length` of a prompt and what follows it, and
+    whether what follows does not go on with the prompt.
+    """
+    terms, purpose = saved.terms, purpose_of_model(config)
     _refuse_other_models(config, terms, purpose["task"])
-    facts = text_facts(config, folder, world)
+    facts = _text_facts(config, folder, purpose, world)
     here, before = facts.vocab_size, terms.given.get("vocab_size")
     # Its files may be gone, and a tokenizer of bytes in their place.
     if here and before and here != before:
@@ -57,22 +51,12 @@ def read_text(config: RunConfig, folder: Path, loaded: Loaded, world: World) -> 
         raise ConfigError(f"tokenizer: {text}; type tokenizer.path=FOLDER, with that of the run")
     # What the model has or, where that is not stated, what it has learnt
     most = purpose["max_positions"] or terms.given.get("max_length") or facts.max_length
-    assert facts.prompt is not None  # see `text_facts`
-    assert facts.decode is not None
-    return RunText(
-        encode=facts.prompt,
-        decode=facts.decode,
-        vocab_size=facts.vocab_size,
-        pad_token_id=facts.pad_token_id or 0,
-        max_positions=most or sys.maxsize,
-        writes_apart=purpose["task"] == BOTH,
-    )
+    return replace(facts, max_length=most or sys.maxsize), purpose["task"] == BOTH
 
 
-def build_writer(config: RunConfig, loaded: Loaded, world: World) -> GoOn:
+def build_writer(config: RunConfig, saved: Saved, world: World) -> GoOn:
     """Build the model of a checkpoint, and give what continues prompts with it."""
-    given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
-    module, _ = build_model(config, world, given, stored=stored)
+    module, _ = build_model(config, world, saved.terms.given, stored=saved.stored)
     module.eval()
     return facts_of(module).continue_prompt or partial(
         continue_by_forward, bind(module), world.device
@@ -81,16 +65,52 @@ def build_writer(config: RunConfig, loaded: Loaded, world: World) -> GoOn:
 
 def _refuse_other_models(config: RunConfig, terms: Terms, task: str | None) -> None:
     """Refuse a run whose model writes no text behind text, by what its checkpoint says of it."""
-    component: Component = config.objective
-    if component.target == AUTO_OBJECTIVE:
-        # Ours, which the model chose when it was trained
-        chosen = terms.contract.get("objective._target_", component.target)
-        component = Component(target=str(chosen), params={})
-    predicts = getattr(look_up(component, "objective", config.trust), "predicts_next", False)
-    if task in {"causal_lm", BOTH} or (task is None and predicts):
+    if task in {"causal_lm", BOTH}:
         return
     what = f"a model for {task}"
     if task is None:
-        what = f"a model with objective={component.target.rpartition('.')[2]}"
+        objective = trained_objective(config, terms.contract, RunTokenizer(config))
+        if objective.predicts_next:
+            return
+        what = f"a model with objective={type(objective).__name__}"
     text = "does not continue text; take a run of a language model"
     raise ConfigError(f"run={shown_path(Path(str(config.run)))}: {what} {text}")
+
+
+def _text_facts(
+    config: RunConfig, folder: Path, purpose: dict[str, Any], world: World
+) -> DataFacts:
+    """Give `prompt` and `decode` of a run's data, with what else is known of their tokens.
+
+    A class that has a static method `text_facts` is asked for them; else the data are read.
+    """
+    key = "data"
+    data: Any = config.data
+    # Sources share the settings of a mixture, and the first one says what a text is.
+    if sources := source_components(data):
+        key, (first, _) = next(iter(sources.items()))
+        data = first.model_copy(update={"params": {**data.params, **first.params}})
+    tokenizer = RunTokenizer(config)
+    kind: Any = look_up(data, key, config.trust)
+    if _has_text_facts(kind):
+        recorded = RunFolder(folder).record(RunFolder.PLAN).get("data_format")
+        given = {**purpose, "data_format": recorded, **data.params}
+        given |= tokenizer.given_to(data, key)
+        names = inspect.signature(kind.text_facts).parameters
+        found: DataFacts = kind.text_facts(**{n: given[n] for n in names if n in given})
+    else:
+        found = open_data(config, world, tokenizer).train.facts
+    if found.prompt is None or found.decode is None:
+        text = "has no `prompt` and `decode`, which turn text into tokens and back"
+        raise ConfigError(f"data={data.label}: {text}")
+    return found
+
+
+def _has_text_facts(kind: Any) -> bool:  # noqa: ANN401 - a class, or a function that makes one
+    """Whether a class says it, and none that derives from it turns text into tokens otherwise."""
+    for each in getattr(kind, "__mro__", ()):
+        if "text_facts" in vars(each):
+            return True
+        if not {"decode", "prompt", "facts"}.isdisjoint(vars(each)):
+            return False
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,28 +47,17 @@ def continue_prompt(
             scores[:, asked.vocab_size :] = -torch.inf
         return scores
 
+    def put_newest(row: Tensor, _: object) -> Tensor:
+        if (token := int(row[0, -1])) not in ends:
+            put(token)
+        # What ends a text transformers finds by itself.
+        return torch.zeros(1, dtype=torch.bool, device=device)
+
     with quiet():
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             logits_processor=[only_known],
-            streamer=_Tokens(put, ends),
+            stopping_criteria=[put_newest],
             **options,
         )
-
-
-@final
-class _Tokens:
-    """What transformers calls with tokens: first those of the prompt, then each new one."""
-
-    def __init__(self, put: Callable[[int], object], ends: set[int]) -> None:
-        self._put, self._ends, self._is_prompt = put, ends, True
-
-    def put(self, ids: Tensor) -> None:
-        """Pass on a token that ends nothing."""
-        if not self._is_prompt and (token := int(ids.reshape(-1)[0])) not in self._ends:
-            self._put(token)
-        self._is_prompt = False
-
-    def end(self) -> None:
-        """Nothing is left over."""
