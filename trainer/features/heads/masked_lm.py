@@ -33,16 +33,11 @@ class MaskedLM(TokenEntropy):
 
     def __post_init__(self) -> None:
         """Refuse a tokenizer without a mask token."""
-        if self.mask_id is None:
+        if getattr(self.tokenizer, "mask_token_id", None) is None:
             raise ConfigError(
                 "objective=masked_lm: the tokenizer has no mask token: type tokenizer.path=FOLDER, "
                 "of one that has; for labels that hide tokens already, objective=token_classify"
             )
-
-    @property
-    def mask_id(self) -> Any:  # noqa: ANN401 - a token, or None
-        """The token that stands for a hidden one."""
-        return getattr(self.tokenizer, "mask_token_id", None)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -66,7 +61,7 @@ class MaskedLM(TokenEntropy):
         chosen &= sample.get("labels", ids) != IGNORED
         how, words = torch.rand(ids.shape), torch.randint(self.vocab_size, ids.shape)
         # Below 0.8 the mask, from there to 0.9 a random token, above it the token itself
-        words = torch.where(how < REPLACED, self.mask_id, words)
+        words = torch.where(how < REPLACED, self.tokenizer.mask_token_id, words)
         hidden = torch.where(chosen & (how < CHANGED), words, ids)
         return {**sample, "input_ids": hidden, "labels": ids.masked_fill(~chosen, IGNORED)}
 

@@ -55,18 +55,16 @@ class ModelLoss(Objective):
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Take the loss out of the output of the model."""
-        fields = self._apart(fields)
-        if self.reduction == "sum":
-            device = next(iter(fields.values())).device
-            output = model({**fields, NUM_ITEMS: torch.ones((), device=device)})
-            return Sums(losses={"model_loss": at_least_single(_loss_of(output))})
         return self.sums_weighed(model, fields, self.weights(fields))
 
     def sums_weighed(self, model: ModelCall, fields: Fields, weights: Mapping[str, float]) -> Sums:
         """See the base class."""
+        fields, count = self._apart(fields), dict[str, Tensor]()
         if self.reduction == "sum":
-            return self.sums(model, fields)
-        loss = at_least_single(_loss_of(model(self._apart(fields))))
+            count[NUM_ITEMS] = torch.ones((), device=next(iter(fields.values())).device)
+        loss = at_least_single(_loss_of(model({**fields, **count})))
+        if count:
+            return Sums(losses={"model_loss": loss})
         if weight := weights["model_loss"]:
             return Sums(losses={"model_loss": loss * weight})
         # The mean over nothing is NaN. A leaf of its own keeps the step's backward uniform.

@@ -57,9 +57,8 @@ class RecordPredictor:
         predicts, classes by their names, or the `loss` and its `terms`; or an `error`, where it is
         no sample or cannot be read. A DataError where no sample can be.
         """
-        data, early_lines = self.loader.dataset, list[dict[str, Any]]()
+        data, is_any = self.loader.dataset, False
         first_fault: str | None = None
-        is_any = False
         records, label = data.records(), f"predicting {plural(len(data), 'sample')}"
         with inference(self.model, self.world), closing(self.loader), progress(label) as advance:
             while window := [*islice(records, RECORDS_AT_ONCE)]:
@@ -72,14 +71,10 @@ class RecordPredictor:
                 for values in found.values():
                     is_any |= _ERROR not in values
                     first_fault = first_fault or values.get(_ERROR)
-                early_lines += [self._line(record, found) for record in window]
-                # Until one is predicted, what is wrong may be the data as a whole.
-                if is_any:
-                    yield from early_lines
-                    early_lines = []
+                yield from (self._line(record, found) for record in window)
+        # What is wrong is the data as a whole: the file stays as it was.
         if first_fault is not None and not is_any:
             raise DataError(f"data: {first_fault}")
-        yield from early_lines
 
     def _share(
         self, places: Sequence[int], advance: Callable[[], None]
@@ -173,8 +168,6 @@ class RecordPredictor:
             return loss_of(self.objective, self.model.call, sample, self.world.device)
         except Exception as error:
             kind, why = type(self.objective).__name__, described(error)
-            if isinstance(error, TrainError):
-                why = str(error)
             raise ConfigError(
                 f"objective={kind}: predicts nothing, and has no loss without labels ({why}); "
                 "give it a method `predict` (docs/how-to/own/objective.md)"

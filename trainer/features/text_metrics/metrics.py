@@ -5,10 +5,9 @@ Each class imports its library when it is built, which is before data or a model
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, Protocol, final, runtime_checkable
 
 from trainer.assemble.instantiate import construct
 from trainer.config.data_sets import component_of
@@ -21,23 +20,17 @@ _Texts = Sequence[str]
 _Tags = Sequence[Sequence[str]]
 
 
-class PredictionMetric(ABC):
-    """Whatever has a method `score(predictions, references)`, which gives figures by name.
+@runtime_checkable
+class PredictionMetric(Protocol):
+    """Whatever has a method `score`; its `reads`, if any, says which of the following it takes.
 
     Called with all samples that are evaluated, in the order of their ids: texts where the
     objective writes them; a list of classes, by their names, of each sample with a label per
     token; else the class of each.
     """
 
-    reads: ClassVar[Literal["texts", "tags"] | None] = None
-    """Which of these it takes; None: any."""
-
-    score: Callable[[Sequence[Any], Sequence[Any]], Mapping[str, float]]
-
-    @classmethod
-    def __subclasshook__(cls, kind: type) -> bool:
-        """Whether a class has the method, without inheritance."""
-        return callable(getattr(kind, "score", None))
+    def score(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
+        """Give figures by name."""
 
 
 def prediction_metrics(config: RunConfig) -> list[PredictionMetric]:
