@@ -26,18 +26,13 @@ def with_tokens(tokenizer: Any, words: Sequence[str] | None) -> Any:  # noqa: AN
         return tokenizer
     from tokenizers import AddedToken  # noqa: PLC0415 - only for this option
 
-    known, new, before = list[str](), list[Any](), tokenizer.get_vocab()
-    for word in dict.fromkeys(words):
-        if not word.strip():
-            raise ConfigError("tokenizer.add: holds an empty word; leave it out")
-        if word in before:
-            known.append(word)
-        else:
-            new.append(AddedToken(word, normalized=False, special=False))
-    tokenizer.add_tokens(new)
-    ids = tokenizer.convert_tokens_to_ids([token.content for token in new])
-    setattr(tokenizer, KNOWN, known)
-    setattr(tokenizer, NEW_IDS, sorted(ids))
+    if not all(map(str.strip, words)):
+        raise ConfigError("tokenizer.add: holds an empty word; leave it out")
+    before = tokenizer.get_vocab()
+    new = [word for word in words if word not in before]
+    tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in new])
+    setattr(tokenizer, KNOWN, [word for word in words if word in before])
+    setattr(tokenizer, NEW_IDS, sorted({*tokenizer.convert_tokens_to_ids(new)}))
     return tokenizer
 
 

@@ -22,7 +22,6 @@ from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face import encode
 from trainer.features.hugging_face.formats import Format
 from trainer.features.hugging_face.task import WORDS
-from trainer.features.hugging_face.tokenizers import ends_of
 
 _REASONING = {"reasoning_content", "thinking", "reasoning"}  # one thing
 # Stands for an answer in a rendered conversation
@@ -205,25 +204,21 @@ def prompt_tokens(
     `form` is the format of the records; `template` has `chat_template`, None for the tokenizer's
     own, and its variables.
     """
-    ends = [tokenizer.eos_token_id]
-    if form in {"chat", "instruction", "preference"} and has_template(tokenizer, template):
-        messages = [{"role": "user", "content": text}]
-        whole = [*messages, {"role": "assistant", "content": _ANSWER}]
-        variables = {**template}
-        own_template = variables.pop("chat_template")
-        chat = Chat(tokenizer, None, own_template, variables)
-        ids, _ = chat.tokenize(chat.render(messages, has_header=True))
-        # What the template writes behind an answer begins with the token that ends a turn.
-        after, _ = chat.tokenize(chat.render(whole).rpartition(_ANSWER)[2].lstrip())
-        if after and after[0] in tokenizer.added_tokens_decoder:
-            ends.append(after[0])
-    elif form == "source and target":
+    ends = {tokenizer.eos_token_id} - {None}
+    if form == "source and target":
         # What an encoder reads has all special tokens; what ends is the target.
         ids = tokenizer(text, verbose=False)[INPUT_IDS]
+    elif form in {"chat", "instruction", "preference"} and has_template(tokenizer, template):
+        messages = [{"role": "user", "content": text}]
+        variables = {**template}
+        chat = Chat(tokenizer, None, variables.pop("chat_template"), variables)
+        whole = chat.render([*messages, {"role": "assistant", "content": _ANSWER}])
+        # What the template writes behind an answer begins with the token that ends a turn.
+        after, _ = chat.tokenize(whole.rpartition(_ANSWER)[2].lstrip())
+        ends |= {*after[:1]} & tokenizer.added_tokens_decoder.keys()
+        ids, _ = chat.tokenize(chat.render(messages, has_header=True))
     else:
         if form == "instruction":
             text = WORDS["alpaca"]["without_input"].format(text)
-        found = tokenizer(text, add_special_tokens=False, verbose=False)[INPUT_IDS]
-        ids = [*ends_of(tokenizer, is_causal=True).prefix, *found]
-    # A tokenizer may have no end-of-text token.
-    return ids, [end for end in ends if end is not None]
+        ids = encode_prompt(tokenizer, text)
+    return ids, [*ends]

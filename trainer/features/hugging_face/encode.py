@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import current_process
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
 from trainer.core.micro_batch import IGNORED
-from trainer.core.user_code import quiet
+from trainer.core.user_code import described, quiet
 from trainer.data.collate import ATTENTION_MASK, LABELS, WEIGHT
 from trainer.data.documents import Ends, SampleKind, kinds_of, packed_fields
 from trainer.data.lines import FAULT_COLUMN, json_object
@@ -27,6 +25,7 @@ from trainer.data.samples import INPUT_IDS
 from trainer.features.hugging_face.formats import Format
 from trainer.features.hugging_face.task import WORDS
 from trainer.features.hugging_face.tokenizers import pad_token_of
+from trainer.report.records import num_cores
 
 MANY_RECORDS = 10_000
 """From here on processes are started for the work, which costs half a second."""
@@ -97,8 +96,7 @@ class RecordEncoder:
         except ValueError as error:
             return [ValueError(str(error))]
         except Exception as error:  # whatever a record holds
-            text = " ".join(str(error).split())
-            return [ValueError(f"cannot be encoded ({type(error).__name__}: {text})")]
+            return [ValueError(f"cannot be encoded ({described(error)})")]
         several = fields if isinstance(fields, list) else [fields]
         group, found = b"", list[Encoded | ValueError]()
         for each in reversed(several):
@@ -125,14 +123,10 @@ class RecordEncoder:
 
     def run(self, records: Any) -> Generator[list[Encoded | ValueError]]:  # noqa: ANN401
         """Encode a `datasets.Dataset` in its order, in as many processes as pay."""
-        num_cores = os.cpu_count() or 1
-        if sys.platform == "linux":
-            # A process may be bound to fewer of them, as in a container.
-            num_cores = len(os.sched_getaffinity(0))
         size, num_workers = len(records), 0
-        # A process that is a daemon may start none.
-        if size >= MANY_RECORDS and num_cores > 1 and not current_process().daemon:
-            num_workers = num_cores
+        # A process that is a daemon may start none, and one is none faster.
+        if size >= MANY_RECORDS and num_cores() > 1 and not current_process().daemon:
+            num_workers = num_cores()
         # A range is read at once, as columns, in place of 100 records one by one.
         batches = [range(first, min(first + BATCH, size)) for first in range(0, size, BATCH)]
         loader = DataLoader(

@@ -24,6 +24,7 @@ from trainer.config.components import Count, ModuleNames, Share, Words, convert
 from trainer.config.messages import did_you_mean, first_of, show, value_fault
 from trainer.core.errors import ConfigError
 from trainer.core.format import python_text
+from trainer.core.hub_cache import hub_name
 from trainer.features.hugging_face.task import TASKS, TaskWords, task_of
 from trainer.models.facts import facts_of, noted_facts
 from trainer.models.output_layer import candidate
@@ -211,11 +212,7 @@ class Lora(ModelTransform):
 
 def _last_name(path: str) -> str:
     """Give a model's name without its folder or organisation, which may change."""
-    parts = Path(path).parts
-    # A folder of the hub's cache is models--org--name/snapshots/COMMIT.
-    if "snapshots" in parts:
-        return parts[parts.index("snapshots") - 1].rpartition("--")[2]
-    return Path(path).resolve().name
+    return Path(hub_name(path) or Path(path).resolve()).name
 
 
 def _words(config: Any) -> TaskWords:  # noqa: ANN401 - a LoraConfig
@@ -264,13 +261,9 @@ def _refuse_unmatched(key: str, wanted: str | Collection[str] | None, names: lis
         return
     for each in wanted or ():
         if not any(f".{name}".endswith(f".{each}") for name in names):
-            ends = dict[str, None]()
-            for name in names:
-                end = name.rpartition(".")[2]
-                # A number is that of a layer in a list, and no name to type.
-                if not end.isdecimal():
-                    ends[end] = None
-            words = [*ends]
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            # A number is that of a layer in a list, and no name to type.
+            words = [end for end in ends if not end.isdecimal()]
             near = did_you_mean(each, words) or f" It has {first_of(words)}"
             raise ConfigError(f"adapter.{key}={show(each)}: no module is named so.{near}")
 

@@ -23,7 +23,7 @@ from typing import Any, final
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
-from trainer.core.user_code import quiet
+from trainer.core.user_code import causes, quiet
 from trainer.data import lines
 from trainer.data.files import OTHER, Listing, files_at, progress, reading
 from trainer.data.split import HELD_OUT_NAMES, TRAIN
@@ -64,10 +64,7 @@ class RecordSource:
     def digest(self) -> str:
         """Tell the files apart from others; empty for a name on the hub."""
         digest = hashlib.blake2b(digest_size=16)
-        every = list[tuple[str, Path, os.stat_result]]()
-        for part, files in self.files.items():
-            for file in files:
-                every.append((part, file, file.stat()))
+        every = [(part, file, file.stat()) for part, files in self.files.items() for file in files]
         if not every:
             return ""
         is_hashed = sum(state.st_size for _, _, state in every) <= _HASHED_BYTES
@@ -290,14 +287,12 @@ def _explained(source: RecordSource) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        causes: list[BaseException] = [error]
-        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-            causes.append(cause)
-        why = " ".join(str(causes[-1]).split())
+        *_, first = causes(error)
+        why = " ".join(str(first).split())
         where = f"data.path={source.path}"
         if source.kind == "hub":
             text = not_found("data set", source.path)
-            if not (isinstance(causes[-1], OSError) or "cached in None" in why):
+            if not (isinstance(first, OSError) or "cached in None" in why):
                 text = f"cannot be loaded from the hub: {why:.200}"
             raise DataError(f"{where}: {text}") from error
         raise DataError(f"{where}: cannot be read as {source.kind}: {why:.300}") from error
