@@ -134,12 +134,9 @@ def _model(run: SavedRun) -> str | None:
 
 
 def _adapter(run: SavedRun) -> str | None:
-    values = as_mapping(run.plan.get("adapter"))
-    given = [run.config.get("choices.adapter")]
-    for name, value in values.items():
-        if value:
-            given.append(f"{name}={show(value)}")
-    return join_parts(*given) if values else None
+    if not (values := as_mapping(run.plan.get("adapter"))):
+        return None
+    return _with_settings(run.config.get("choices.adapter"), values)
 
 
 def _data(run: SavedRun) -> str | None:
@@ -171,7 +168,12 @@ def _optimizer(run: SavedRun) -> str | None:
     for name, value in as_mapping(run.plan.get("optimizer_defaults")).items():
         if name != "lr":
             given[name] = value
-    parts = [run.plan.get("optimizer")]
+    return _with_settings(run.plan.get("optimizer"), given)
+
+
+def _with_settings(option: Any, given: Mapping[str, Any]) -> str | None:  # noqa: ANN401
+    """Name an option with its settings, but those that are off."""
+    parts = [option]
     for name, value in given.items():
         if value not in (None, {}, [], False):
             parts.append(f"{name.replace('_', ' ')} {show(value)}")
@@ -195,11 +197,7 @@ def _learning_rate(run: SavedRun) -> str | None:
 def _revision(run: SavedRun) -> str | None:
     """Say which commit was checked out, and whether files differed from it."""
     found = as_mapping(run.plan.get("git"))
-    if not found:
-        found = as_mapping(as_mapping(run.terms.get("environment")).get("git"))
-    commit, changed = found.get("commit"), found.get("changed_files")
-    if commit is None or not is_number(changed):
-        return commit and f"git {commit}"
-    if changed:
-        return f"git {commit}, with changes in {plural(changed, 'file')} that are not committed"
-    return f"git {commit}, no changes"
+    commit, text = found.get("commit"), None
+    if changed := numbers_of(found).get("changed_files"):
+        text = f"with changes in {plural(changed, 'file')} that are not committed"
+    return commit and join_parts(f"git {commit}", text)

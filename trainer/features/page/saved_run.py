@@ -99,16 +99,10 @@ class SavedRun:
         if run := fork.get("run"):
             found.append(f"forked from {shown_path(Path(str(run)))} at step {step}")
         if is_number(resumed) and resumed != step:
-            text = f"resumed after step {number(resumed)}"
-            if resumed == self.last_step:
-                text += ", and took none since"
-            found.append(text)
+            found.append(f"resumed after step {number(resumed)}")
+        # Null stands there where the run began anew.
         elif resumed is None and (self.folder / RunFolder.RESUMED).is_dir():
-            # Null stands there where the run began anew; a run without a plan has no such key.
-            if "resumed_step" in self.plan:
-                found.append("begun again: nothing had been saved")
-            else:
-                found.append("resumed")
+            found.append("begun again: nothing had been saved")
         return found
 
     def peak_bytes(self) -> float | None:
