@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -55,7 +56,13 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
             held_out[beside] = name
 
     def place(name: str) -> float:
-        return _place(name, is_metric=bool(held_out[name]) or is_held_out(name))
+        if name in _FIRST:
+            return _FIRST.index(name)
+        # Metrics stand between the loss, which is 0, and the learning rate, which is 1.
+        if held_out[name] or is_held_out(name):
+            return 0.5
+        # Figures of single blocks have a slash and stand last.
+        return len(_FIRST) + ("/" in name)
 
     titles = dict(TITLES)
     if all(run.noun == "sample" for run in runs):
@@ -66,17 +73,6 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
         chart = {"key": name, "held_out": held_out[name], "title": title, "kind": _kind(name)}
         charts.append(chart)
     return charts
-
-
-def _place(name: str, *, is_metric: bool) -> float:
-    """Order charts by name, the least first."""
-    if name in _FIRST:
-        return _FIRST.index(name)
-    # Metrics stand between the loss, which is 0, and the learning rate, which is 1.
-    if is_metric:
-        return 0.5
-    # Figures of single blocks have a slash and stand last.
-    return len(_FIRST) + ("/" in name)
 
 
 def _kind(name: str) -> str:
@@ -147,23 +143,20 @@ def _thinned(
         values.append(_rounded(value))
     if len(own) <= limit:
         return steps, values, [], []
-    # Points of a stretch: it gives two of them, its least and its greatest.
-    width = 2 * len(own) / limit
-    bounds = [round(k * width) for k in range(limit // 2 + 1)]
     chosen, middles, means = {0, len(own) - 1}, list[float](), list[float]()
-    for begin, end in zip(bounds, [*bounds[1:-1], len(own)], strict=False):
-        if None in values[begin:end]:
-            chosen.add(values.index(None, begin))
-        numbers, places = list[float](), list[int]()
+    # A stretch gives two points, its least and its greatest.
+    bounds = [*range(0, len(own), math.ceil(2 * len(own) / limit)), len(own)]
+    for begin, end in pairwise(bounds):
+        there = list[tuple[float, int]]()
         for place in range(begin, end):
             if (number := values[place]) is not None:
-                numbers.append(number)
-                places.append(place)
-        if numbers:
-            there = [*zip(numbers, places, strict=True)]
+                there.append((number, place))
+        if len(there) < end - begin:
+            chosen.add(values.index(None, begin))
+        if there:
             chosen |= {min(there)[1], max(there)[1]}
             middles.append(steps[(begin + end) // 2])
-            means.append(float(f"{fmean(numbers):.5g}"))
+            means.append(float(f"{fmean(number for number, _ in there):.5g}"))
     at = sorted(chosen)
     return [steps[place] for place in at], [values[place] for place in at], middles, means
 

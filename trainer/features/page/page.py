@@ -39,15 +39,13 @@ def page(runs: Sequence[SavedRun], place: Path) -> str:
     """Write the page that stands in the folder `place`."""
     names, charts = names_of(runs), charts_of(runs)
     drawn, marks = list[dict[str, Any]](), list[str]()
-    has_tokens = False
     for name, run in zip(names, runs, strict=True):
         series = series_of(run, charts, len(runs))
         drawn.append({"name": name, **series})
         marks += [kind for _, kind in series["marks"]]
-        has_tokens |= series["x"]["tokens"] != series["x"]["samples"]
     axes = [*AXES]
     # Where every sample is one token, both axes would be the same.
-    if not has_tokens:
+    if all(run.noun == "sample" for run in runs):
         axes.remove("tokens")
     title, one = f"{number(len(runs))} runs", None
     if len({run.name for run in runs}) == 1:

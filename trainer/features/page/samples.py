@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from trainer.config.messages import show
@@ -19,9 +20,6 @@ _MOST_STEPS = 12  # at which a prompt is shown
 _MOST_BYTES = 1 << 20  # of a picture
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PICTURE = re.compile(r"worst(-\w+)?/\d+\.png")
-
-Texts = Sequence[tuple[int, str]]
-"""What followed a prompt, by step, the newest first."""
 
 
 def worst(run: SavedRun) -> list[tuple[list[str], str, str]]:
@@ -57,21 +55,15 @@ def _picture(run: SavedRun, name: object) -> str:
     return ""
 
 
-def texts(run: SavedRun) -> list[tuple[str, Texts]]:
-    """Give what followed each prompt, at a few steps from the last to the first."""
+def texts(run: SavedRun) -> Iterator[tuple[str, Sequence[tuple[int, str]]]]:
+    """Give what followed each prompt, by step, at a few steps from the last on."""
     by_prompt = dict[str, list[tuple[int, str]]]()
     for entry in run.generated:
         prompt = cell_text(entry.get("prompt"))
         by_prompt.setdefault(prompt, []).append((entry["step"], cell_text(entry.get("text"))))
-    return [(prompt, _few(found[::-1])) for prompt, found in by_prompt.items()]
-
-
-def _few(found: Texts) -> Texts:
-    """Choose some that are evenly apart, the first and the last among them."""
-    if len(found) <= _MOST_STEPS:
-        return found
-    stride = (len(found) - 1) / (_MOST_STEPS - 1)
-    return [found[round(k * stride)] for k in range(_MOST_STEPS)]
+    for prompt, found in by_prompt.items():
+        apart = math.ceil(len(found) / _MOST_STEPS)
+        yield prompt, found[::-apart]
 
 
 def cell_text(value: object) -> str:

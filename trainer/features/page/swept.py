@@ -44,12 +44,9 @@ def _points(compared: Comparison, key: str) -> tuple[list[Point], list[str]]:
 
 def _placed(points: Sequence[Point], words: Sequence[str]) -> dict[str, Any]:
     """Give points as run, place along the axis and metric, and the words of an axis of words."""
-    places = dict[str, float]()
-    for word in words:
-        with suppress(ValueError):
-            if math.isfinite(value := float(word)):
-                places[word] = value
-    named: Sequence[str] = ()
-    if len(places) < len(words):
-        named, places = words, dict(zip(words, count(), strict=False))
+    places, named = dict[str, float](), list[str]()
+    with suppress(ValueError):
+        places = dict(zip(words, map(float, words), strict=True))
+    if not places or not all(map(math.isfinite, places.values())):
+        named, places = [*words], dict(zip(words, count(), strict=False))
     return {"points": [(n, places[word], y) for n, word, y in points], "words": named}
