@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
@@ -62,25 +61,19 @@ class Matrix(Feature):
         from trainer.features.matrix.axes import compare_axes  # noqa: PLC0415
 
         found = compare_axes(context, batch, feed, report, folder)
-        table = plain_table("axis", "verdict", "error", "compared, or why")
+        table, faults = plain_table("axis", "verdict", "error", "compared, or why"), ""
         for name, axis in found.items():
             figures, reason = "", axis.reason
             if axis.measured is not None:
                 figures = f"{axis.measured:.0e} of {axis.bound:.0e}"
             if axis.module is not None:
                 reason = f"{axis.module}: {reason}"
+            if axis.verdict == "not_exact":
+                faults += f"{', ' * bool(faults)}{name} ({axis.module})"
             verdict = Text(axis.verdict.replace("_", " "), STYLES[axis.verdict])
             table.add_row(name, verdict, figures, Text(reason))
         return Added(
             values={"matrix": {name: asdict(axis) for name, axis in found.items()}},
             block=section("the same step under another execution", table),
-            fault=", ".join(_faults(found)),
+            fault=faults and f"matrix: the step is another, or not proven, under {faults}",
         )
-
-
-def _faults(found: Mapping[str, AxisFound]) -> Iterator[str]:
-    begin = "matrix: the step is another, or not proven, under "
-    for name, axis in found.items():
-        if axis.verdict == "not_exact":
-            yield f"{begin}{name} ({axis.module})"
-            begin = ""
