@@ -7,9 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from itertools import chain
-from textwrap import TextWrapper
 from typing import Any
 
 from rich.console import Console
@@ -36,7 +34,6 @@ _ORDERS = {
 _COLOURS = {"completed": "green", "running": "cyan", "preempted": "yellow", "pruned": "yellow"}
 # Quotes that Hydra has around a path, which nobody typed
 _UNQUOTED = re.compile(r"^(['\"])(.*)\1$")
-_WORDS = partial(TextWrapper, break_long_words=False, break_on_hyphens=False)
 _UNITS = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
 
 
@@ -80,16 +77,15 @@ def _print(runs: Sequence[RunFolder], names: Sequence[str]) -> None:
     below = [Text()] * len(runs)
     if console.measure(_table(columns)).maximum > room:
         below = columns.pop("typed")
-    # Folders have the date in their path, and the time in their name.
-    if console.measure(_table(columns)).maximum > room:
+        # Folders have the date in their path, and the time in their name.
         columns.pop("started")
     with console.capture() as captured:
         console.print(_table(columns))
     for line, words in zip(captured.get().splitlines(), [Text(), *below], strict=True):
         console.out(line.rstrip())
         if words:
-            for each in _WORDS(width=room - 2).wrap(words.plain):
-                console.print(Text(f"  {each}", style="dim"))
+            for each in words.wrap(console, room - 2):
+                console.out(f"  {each.plain.rstrip()}", style="dim")
 
 
 def _table(columns: Mapping[str, Sequence[Text]]) -> Table:
