@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, final
 
@@ -27,6 +26,9 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """What is read, as Pillow names it; it starts other programs for some of the rest."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of red, green and blue from 0 to 1, which most pretrained models expect."""
+# Pillow's of an image that is refused here; it refuses one of the double size itself.
+warnings.filterwarnings("ignore", message="Image size .* exceeds limit")
+
 _PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json"
 
 
@@ -49,10 +51,8 @@ def open_image(path: Path) -> Any:  # noqa: ANN401 - of an untyped library
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 - for images alone
 
-    _silence_warnings()
     with Image.open(path, formats=FORMATS) as image:
-        # The size stands in the head of the file: it is refused before it is unpacked. Pillow
-        # itself warns from here on, and refuses from the double on.
+        # The size stands in the head of the file: it is refused before it is unpacked.
         if image.width * image.height > (most := Image.MAX_IMAGE_PIXELS or math.inf):
             raise ValueError(f"{image.width} x {image.height} is above {most:,} pixels; shrink it")
         # In RGB all of their values beyond 255 would become white.
@@ -71,14 +71,6 @@ def image_fault(error: Exception) -> str:
         return error.strerror
     # How many bytes are left differs from image to image.
     return re.sub(r" \(\d+ bytes[^)]*\)", "", " ".join(str(error).split()))
-
-
-@cache
-def _silence_warnings() -> None:
-    """Leave out Pillow's warning of what is refused; once, as a change of filters shows others."""
-    from PIL import Image  # noqa: PLC0415 - for images alone
-
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 @final
