@@ -73,12 +73,9 @@ def model_name(run: SavedRun) -> str:
 
 def data_name(run: SavedRun) -> str:
     """Name the data: on a hub, by their file or folder, by their option or their class."""
-    sources = dict[str, None]()
-    for key in run.config:
-        if key.startswith("data.sources."):
-            sources[key.split(".")[2]] = None
-    if sources:
-        return f"mixture of {', '.join(sources)}"
+    found = [key.split(".")[2] for key in run.config if key.startswith("data.sources.")]
+    if found:
+        return f"mixture of {', '.join(dict.fromkeys(found))}"
     return _name(run, "data")
 
 

@@ -39,11 +39,6 @@ class Classes:
             right += self.counts[name, name]
         return f"{total:,} samples, {percent(right / total)} right"
 
-    @property
-    def has_long_names(self) -> bool:
-        """Whether names need more room than a number does."""
-        return max(map(len, self.names)) > len("999")
-
     def matrix(self) -> Iterator[tuple[str, list[tuple[int, float, str]]]]:
         """Give for each class how often each was predicted, how dark that is, and words."""
         labels, _ = self._totals()
