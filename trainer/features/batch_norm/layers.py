@@ -84,8 +84,6 @@ class BatchNormLayer(_BatchNorm):
     @torch.no_grad()
     def move(self, sums: Tensor) -> None:
         """Move the running statistics by those of a whole step; without a value they stay."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
         assert self.num_batches_tracked is not None
         count, is_used = sums[0].clamp(min=2), sums[0] > 0
         mean, variance = _moments(sums)
@@ -96,19 +94,18 @@ class BatchNormLayer(_BatchNorm):
         # A plain mean over all steps.
         if weight is None:
             weight = 1 / self.num_batches_tracked.double().clamp(min=1)
-        weight = is_used.double() * weight
-        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
-            # In fp64, so that a step rounds once.
-            running.copy_(running.double().lerp(value, weight))
+        self._approach(mean, variance, is_used.double() * weight)
 
     @torch.no_grad()
     def take(self, sums: Tensor) -> None:
         """Take the mean and the population variance of many steps for running statistics."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        mean, variance = _moments(sums)
+        self._approach(*_moments(sums), (sums[0] > 0).double())
+
+    def _approach(self, mean: Tensor, variance: Tensor, weight: Tensor) -> None:
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
-            running.copy_(torch.where(sums[0] > 0, value, running.double()))
+            assert running is not None
+            # In fp64, so that a step rounds once.
+            running.copy_(running.double().lerp(value, weight))
 
 
 def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
