@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from trainer.assemble.features import Feature
 from trainer.config.run_config import RunConfig
 from trainer.core.format import figure_name
-from trainer.features.sweeps.search import PRUNED, TRIAL, live, open_study, without_warnings
+from trainer.features.sweeps.search import PRUNED, TRIAL, live, open_study
 from trainer.training.loop import OpenRun
 
 
@@ -47,16 +47,14 @@ class PrunedJob(Feature):
         if value is None or not math.isfinite(value):
             return None
         try:
-            with without_warnings():
-                given = self.trial["storage"], self.trial["study"]
-                pruner = instantiate(self.trial["pruner"])
-                study = open_study(*given, pruner=pruner)
-                trial = live(study, self.trial["trial"])
-                # A run that goes on may evaluate a step again, of which the first counts.
-                trial.report(value, step)
-                if not 0 < step < run.total_steps or not trial.should_prune():
-                    return None
-                trial.set_user_attr(PRUNED, True)
+            pruner = instantiate(self.trial["pruner"])
+            study = open_study(self.trial["storage"], self.trial["study"], pruner=pruner)
+            trial = live(study, self.trial["trial"])
+            # A run that goes on may evaluate a step again, of which the first counts.
+            trial.report(value, step)
+            if not 0 < step < run.total_steps or not trial.should_prune():
+                return None
+            trial.set_user_attr(PRUNED, True)
         except Exception as error:  # of a database, which may be away for a while
             run.reporter.warn(f"hydra.sweeper: the study was not reached: {error}")
             return None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -46,15 +45,6 @@ _METRIC = "metric"  # of a study
 _NO_PRUNER = {"_target_": "optuna.pruners.NopPruner"}
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silence Optuna and the libraries that it uses: each job has its line already."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@without_warnings()
 def open_study(storage: str, name: str, **settings: Any) -> Any:  # noqa: ANN401 - Optuna's classes
     """Open a study, or begin it; the storage is a URL, or else the file of a journal."""
     optuna, found = _optuna(), cast("Any", storage)
@@ -158,8 +148,7 @@ class Search:
             others = sum(folder != str(self.folder) for folder in folders)
             settings["seed"] = (seed + others + job) % 2**32
         study.sampler = _made("sampler", settings)
-        with without_warnings():
-            new = study.ask(self._space())
+        new = study.ask(self._space())
         for name, value in own.items():
             new.set_user_attr(name, value)
         return study.get_trials(deepcopy=False)[new.number]
@@ -224,8 +213,11 @@ class Search:
         return {dotted(each): _distribution(each) for each in typed if each.is_sweep_override()}
 
 
-@without_warnings()
 def _optuna() -> Any:  # noqa: ANN401
+    """Import Optuna, and silence it and what it uses: each job has its line already."""
+    # It warns in the name of its callers.
+    callers = r"hydra|trainer\.features\.sweeps"
+    warnings.filterwarnings("ignore", module=rf"(optuna|alembic|sqlalchemy|cmaes|{callers})\b")
     try:
         optuna = import_module("optuna")
         import_module("optuna.storages.journal")
@@ -236,7 +228,6 @@ def _optuna() -> Any:  # noqa: ANN401
     return optuna
 
 
-@without_warnings()
 def _made(key: str, settings: Mapping[str, Any] | None) -> Any:  # noqa: ANN401
     """Make a sampler or pruner."""
     _optuna()
