@@ -32,12 +32,6 @@ TOO_EARLY = (
 )
 
 
-def trade(noise_scale: float, batch: int, other: int) -> tuple[float, float]:
-    """Give the steps and the samples that another batch needs to the same loss, as multiples."""
-    steps = (1 + noise_scale / other) / (1 + noise_scale / batch)
-    return steps, steps * other / batch
-
-
 def advice_at(run: Run, noise: NoiseScale, at: Cursor) -> str | None:
     """Say whether another global batch would pay than at a position of a run."""
     order, lengths = run.data.order, run.data.lengths
@@ -107,8 +101,9 @@ def batch_advice(
 
 
 def _needs(scale: float, batch: int, other: int, unit: str) -> str:
-    """Write what another batch needs to the same loss."""
-    steps, samples = trade(scale, batch, other)
+    """Write what another batch needs to the same loss, as multiples."""
+    steps = (1 + scale / other) / (1 + scale / batch)
+    samples = steps * other / batch
     return f"{other:,} would by estimate need {_times(steps, 'steps')} and {_times(samples, unit)}"
 
 
