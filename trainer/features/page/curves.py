@@ -70,16 +70,11 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
     charts = []
     for name in sorted(held_out, key=place):
         title = titles.get(name) or title_of(name)
-        chart = {"key": name, "held_out": held_out[name], "title": title, "kind": _kind(name)}
+        # What page.js writes the numbers as; empty for plain ones
+        kind = "share" * (name == "padding") or "bytes" * name.endswith("_bytes")
+        chart = {"key": name, "held_out": held_out[name], "title": title, "kind": kind}
         charts.append(chart)
     return charts
-
-
-def _kind(name: str) -> str:
-    """Say what page.js writes the numbers of a curve as; empty for plain ones."""
-    if name == "padding":
-        return "share"
-    return "bytes" if name.endswith("_bytes") else ""
 
 
 def _names(entries: Sequence[dict[str, Any]]) -> list[str]:

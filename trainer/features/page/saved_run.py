@@ -88,14 +88,8 @@ class SavedRun:
 
     def continuation(self) -> list[str]:
         """Say from which run and step it went on, where it did."""
-        files, found = self.files, list[str]()
-        fork = files.record(RunFolder.FORK)
-        # A resumed run's config has none.
-        typed = by_key(files.typed(first=True)).get("init", "").strip("'")
-        init = self.config.get("init") or typed or "null"
+        found, fork = list[str](), self.files.record(RunFolder.FORK)
         step, resumed = fork.get("step"), self.plan.get("resumed_step")
-        if init != "null":
-            found.append(f"begun with the weights of {shown_path(Path(str(init)))}")
         if run := fork.get("run"):
             found.append(f"forked from {shown_path(Path(str(run)))} at step {step}")
         if is_number(resumed) and resumed != step:
