@@ -176,17 +176,13 @@ class Comparison:
         """Say in which order the runs stand."""
         title = title_of(self.metric)
         if len(self.groups) > 1:
-            return f"{len(self.groups)} parts that do not compare; the best {title} of each first"
+            parts = f"{len(self.groups)} parts of other samples or tokens, that do not compare"
+            return f"{parts}; the best {title} of each first"
         return f"the best {title} first"
 
     @property
     def notes(self) -> Iterator[str]:
         """Say what cannot be compared."""
-        if len(self.groups) > 1:
-            yield (
-                "Held-out figures compare within a part alone: those of another are of other "
-                "samples, or of other tokens of them."
-            )
         if len(self._fingerprints) > 1:
             yield "Training losses are of different data, and left out."
         objectives = [key for key in self.keys if key.partition(".")[0] == "objective"]

@@ -67,11 +67,7 @@ def figures(run: SavedRun) -> list[Tile]:
     if speed := numbers_of(run.result).get(name) or run.last(name):
         tiles.append((f"{run.noun}s per second", short(speed), None))
     if peak := run.peak_bytes():
-        # On a GPU torch counts what its tensors take; on a CPU the system counts all of a process.
-        note = "of tensors"
-        if run.plan.get("device") == "cpu":
-            note = "of the whole process"
-        tiles.append(("peak memory", size(peak), note))
+        tiles.append(("peak memory", size(peak), None))
     if count := sum("skipped" in entry for entry in run.steps):
         tiles.append(("skipped steps", number(count), "without an update"))
     if count := sum("replays" in entry for entry in run.steps):
