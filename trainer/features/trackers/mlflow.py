@@ -55,6 +55,7 @@ class MlflowTracker(Tracker):
             text = f"mlflow.tracking_uri={self._uri}: no server answers ({why})"
             run.warn(f"{text}; it is tried again, and metrics.jsonl has everything")
         from mlflow import MlflowClient  # noqa: PLC0415 - seconds
+        from mlflow.entities import Param  # noqa: PLC0415 - seconds
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module=r"(mlflow|alembic|sqlalchemy)\b")
@@ -75,7 +76,9 @@ class MlflowTracker(Tracker):
         if runs:
             self._client.update_run(self._id, status="RUNNING")
         else:
-            self._log_config(run.config)
+            params = [Param(k, str(v)[:LONGEST_PARAM]) for k, v in flat(run.config).items()]
+            for begin in range(0, len(params), MOST_PARAMS):
+                self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])
         return -1
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -121,13 +124,6 @@ class MlflowTracker(Tracker):
             if found := self._client.get_experiment_by_name(self._experiment):
                 return str(found.experiment_id)
             raise
-
-    def _log_config(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param  # noqa: PLC0415 - seconds
-
-        params = [Param(k, str(v)[:LONGEST_PARAM]) for k, v in flat(config).items()]
-        for begin in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])
 
 
 def why_no_answer(uri: str) -> str | None:
