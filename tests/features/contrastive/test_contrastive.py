@@ -67,7 +67,6 @@ def test_equal_texts_and_images_are_no_negatives_of_each_other(objective, monkey
 
 
 def test_numbers_of_two_columns_are_no_ids_of_each_other():
-    torch.manual_seed(0)
     query, document = torch.randn(2, 6, 4, dtype=torch.float64)
     given, ids = {"query": query, "document": document}, torch.arange(6)
     plain, apart, shared = (

@@ -96,10 +96,8 @@ def test_a_run_that_failed_shows_the_end_of_its_traceback_and_all_of_it_below(tm
 
 def test_a_page_says_from_which_run_and_step_a_run_went_on(tmp_path):
     run = saved(tmp_path / "run", [entry(1), entry(3)], plan={"resumed_step": 2})
-    assert "resumed after step 2" in page_of(run).text
     (run / "forked.json").write_text(json.dumps({"run": "outputs/a", "step": 1}))
-    text = "forked from outputs/a at step 1 · resumed after step 2 "
-    assert text in page_of(run).text
+    assert "forked from outputs/a at step 1 · resumed after step 2 " in page_of(run).text
     (run / "plan.json").write_text(json.dumps({"resumed_step": None}))
     (run / ".hydra" / "resumed").mkdir(parents=True)
     assert "begun again: nothing had been saved" in page_of(run).text

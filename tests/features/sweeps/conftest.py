@@ -1,4 +1,4 @@
-"""Jobs of joblib's: its processes outlive a sweep, and stay in the folder of the first."""
+"""Processes of joblib outlive a sweep, and stay in the folder of the first."""
 
 from collections.abc import Iterator
 

@@ -13,7 +13,6 @@ from trainer.core.run_folder import RunFolder
 from trainer.features.sweeps.sweep import newest_sweep
 from trainer.features.sweeps.table import _notes, _print_table
 
-KEYS = ["optimizer.lr", "batch.global"]
 FIGURES = ("step", "loss", "eval_loss", "eval_f1_macro", "eval_top_2", "tokens_per_second")
 FIGURES_AS_SHOWN = ["step", "loss", "held-out loss", "held-out f1 macro", "held-out top 2"]
 FIGURES_AS_SHOWN += ["tokens per second"]
@@ -31,7 +30,7 @@ def test_what_tells_jobs_apart_is_shown_first_and_further_figures_as_far_as_they
 ):
     file = StringIO()
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    assert _print_table(ROWS, KEYS, console) == left_out
+    assert _print_table(ROWS, ["optimizer.lr", "batch.global"], console) == left_out
     _, *head, first = file.getvalue().splitlines()[:-3]
     assert first.split()[:6] == ["1", "0", "0.003", "128", "0.0947075", "completed"]
     assert len(head) == 2
