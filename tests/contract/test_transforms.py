@@ -161,6 +161,7 @@ def test_every_command_reads_the_run_and_a_resumption_takes_the_same_steps(runs)
     assert go(f"verify {ADAPTED} steps=1").result["verdict"] == "exact"
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs, capsys):
     Path("conf/adapter").mkdir(parents=True, exist_ok=True)
     Path("conf/adapter/low.yaml").write_text("_target_: own_transforms.LowRank\nrank: 4 # of it\n")

@@ -88,6 +88,7 @@ LINE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 def test_two_files_add_it_and_sum_is_refused():
     Path("mine.py").write_text(MINE)

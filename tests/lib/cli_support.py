@@ -54,6 +54,8 @@ OWN_RUN = (
 
 def make_own_folder(folder: Path, patch: pytest.MonkeyPatch, source: str = OWN_CLASSES) -> None:
     """Stand in a folder with a module `net` in it, as whoever types a command does."""
+    if joblib := sys.modules.get("joblib"):  # its processes stay in the folder of an earlier test
+        joblib.externals.loky.get_reusable_executor().shutdown()
     (folder / "net.py").write_text(source)
     patch.chdir(folder)
     patch.setattr(sys, "path", [str(folder), *sys.path])

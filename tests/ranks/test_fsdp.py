@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.ranks_work import POLICIES, RealBytes, error, plain, start_sharded
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
 from trainer.core.world import World
@@ -136,7 +136,7 @@ LOADS = [
     (2, Load("deferred", num_layers=2, tied=True)),
     nightly(3, Load("deferred", width=16, micro=10)),
     nightly(2, Load("immediate", dtype=torch.bfloat16)),
-    (2, Load("immediate", recompute=True)),
+    slow(2, Load("immediate", recompute=True)),
     nightly(4, Load("hierarchical", replicas=2)),
     (2, Load("deferred", is_whole=True)),
     nightly(2, Load("overlapped", is_whole=True)),

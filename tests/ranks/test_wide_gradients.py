@@ -73,7 +73,7 @@ def step(world: World, mode: str, sync: str) -> tuple[Arrays, Arrays, Arrays, li
 CASES = [
     slow(2, "ddp", "deferred"),
     slow(2, "ddp", "overlapped"),
-    (2, "fsdp", "immediate"),
+    slow(2, "fsdp", "immediate"),
     nightly(4, "hsdp", "hierarchical"),
     (2, "ordered", "deferred"),
     (2, "gathered", "deferred"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.reliability import lab
 from tests.reliability.rank_work import run_as_rank
 from trainer.checkpoint.store import CheckpointStore
@@ -64,7 +64,7 @@ CYCLE = [("none", "fsdp"), ("fsdp", "ddp"), ("ddp", "hsdp"), ("hsdp", "none")]
 @pytest.mark.parametrize(
     ("name", "pairs"),
     [
-        ("layer decay", [("none", "fsdp")]),
+        slow("layer decay", [("none", "fsdp")]),
         nightly("adamw", [*product(MODES, repeat=2)]),
         *(nightly(name, CYCLE) for name in OPTIMIZERS if name != "adamw"),
     ],

@@ -13,6 +13,7 @@ LINE = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_learns_its_scale_and_goes_on_as_if_it_had_not_stopped(capsys):
     whole = go(f"{LINE} steps=6")
     assert "two passes: the rows of all samples" in " ".join(capsys.readouterr().out.split())

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.lib.cli_support import prepared
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, entries, go, on, overrides, read_json, saved, shell, state
 from tests.reliability import lab
 from tests.reliability.rank_work import on_ranks
@@ -25,7 +25,10 @@ def averages(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["parallel=fsdp parallel.ranks=2", nightly("parallel=hsdp parallel.ranks=4 parallel.shard=2")],
+    [
+        slow("parallel=fsdp parallel.ranks=2"),
+        nightly("parallel=hsdp parallel.ranks=4 parallel.shard=2"),
+    ],
 )
 def test_ranks_keep_the_average_of_one_process_and_one_goes_on_with_it(layout, ranks):
     alone = go(f"{DOUBLE} checkpoint.every=1 checkpoint.keep=9").folder

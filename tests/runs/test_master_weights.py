@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.lib.cli_support import prepared
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, shell, state
 from tests.reliability import lab
 from tests.reliability.rank_work import on_ranks
@@ -40,7 +40,7 @@ def test_copies_are_saved_and_resumed_bit_for_bit_and_weights_are_those_rounded(
     assert any(not copy.equal(copy.bfloat16().float()) for copy in copies.values())
 
 
-@pytest.mark.parametrize("mode", ["fsdp", nightly("ddp")])
+@pytest.mark.parametrize("mode", [slow("fsdp"), nightly("ddp")])
 def test_ranks_train_as_one_process_does_and_one_goes_on_with_what_they_saved(mode, ranks):
     alone = go(WIDE)
     run = on_ranks(ranks, overrides(f"{WIDE} parallel={mode} parallel.ranks=2 steps=3"))

@@ -49,7 +49,10 @@ def test_the_average_is_evaluated_beside_the_weights_which_stay_as_they_are(caps
 
 @pytest.mark.parametrize(
     "layout",
-    ["parallel=fsdp parallel.ranks=2", nightly("parallel=hsdp parallel.ranks=4 parallel.shard=2")],
+    [
+        slow("parallel=fsdp parallel.ranks=2"),
+        nightly("parallel=hsdp parallel.ranks=4 parallel.shard=2"),
+    ],
 )
 def test_shards_are_exchanged_and_put_back_without_their_neighbours(layout, ranks):
     alone = go(f"{DOUBLE} {OFTEN} ema.evaluate=true")

@@ -135,6 +135,7 @@ def test_a_replayed_step_counts_its_statistics_once_and_a_skipped_one_not_at_all
     assert len(statistics) == 10
 
 
+@pytest.mark.slow
 def test_precise_statistics_are_those_of_many_samples_and_nothing_of_training_notices():
     """The first 40 samples are those of the first five steps."""
     line = f"{GHOST} scheduler=constant steps=5 eval.every=2 model._target_={OWN}.Looking"

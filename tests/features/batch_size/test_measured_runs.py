@@ -51,6 +51,7 @@ def test_the_end_and_plan_run_say_what_another_batch_would_need_or_what_to_type(
     assert "train with log.noise_scale=auto" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_number_is_refused_where_nothing_can_be_measured_and_auto_is_silent():
     words = "^log.noise_scale=2: the noise scale needs two micro-batches .* type log.noise_scale=a"
     pairs = f"model._target_={PAIRS}.Towers data._target_={PAIRS}.Pairs objective=contrastive"

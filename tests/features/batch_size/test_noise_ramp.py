@@ -26,6 +26,7 @@ def config_of(line: str) -> RunConfig:
     return prepared(shlex.join(overrides(line))).config
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_on_one_or_two_ranks_decides_as_the_uninterrupted_one(ranks):
     """Bit for bit on one rank; on two to 1e-12, from a checkpoint before the first decision."""
     line = f"{RAMP} scheduler.scale=sqrt scheduler.reference_batch=4"

@@ -126,6 +126,7 @@ def test_verify_proves_the_step_and_a_teacher_of_other_tokens_is_one_line(teache
         go(f"{SMALL} objective=distill objective.teacher={other.folder} steps=1")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_teacher_of_other_classes_or_tokens_or_of_a_masked_model_is_one_line(own_folder):
     save_job_files("bert")

@@ -104,6 +104,7 @@ def test_shards_take_the_same_steps_and_go_on_bit_for_bit(how, ranks):
     assert all(torch.equal(state(early)[name], each) for name, each in state(whole).items())
 
 
+@pytest.mark.slow
 def test_below_an_adapter_is_the_model_before_training_and_the_step_is_exact():
     line = f"{LINE} adapter=lora adapter.lora_dropout=0.0 accum.micro=3"
     run, copied = go(f"{line} steps=2"), go(f"{line} steps=2 adapter.init_lora_weights=pissa")

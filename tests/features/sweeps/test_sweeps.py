@@ -80,6 +80,7 @@ def test_a_sweep_whose_jobs_all_fail_alike_ends_with_their_code(capsys):
     assert capsys.readouterr().out.count("model.widht: Net takes no such argument.") == 2
 
 
+@pytest.mark.slow
 def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(capsys):
     search = "'optimizer.lr=tag(log,interval(1e-3,1))' model._target_=net.Net,net.broken"
     line = f"-m {OWN_RUN.replace('model._target_=net.Net', search)} hydra/sweeper=optuna"

@@ -6,6 +6,7 @@ import shlex
 import pytest
 import yaml
 
+from tests.lib.nightly import slow
 from tests.lib.run_support import TOYS, curve, entries, go, on, steps
 from trainer import train
 
@@ -25,14 +26,11 @@ def consumed(run):
     "line",
     [
         "batch.unit=tokens batch.global=60",
-        pytest.param("batch.tail=drop", marks=pytest.mark.slow),
-        pytest.param(
-            "batch.global=null batch=ramp batch.stages={0:4,40:9,90:5}", marks=pytest.mark.slow
-        ),
-        pytest.param(
+        slow("batch.tail=drop"),
+        slow("batch.global=null batch=ramp batch.stages={0:4,40:9,90:5}"),
+        slow(
             "batch.global=null batch=ramp batch.stages={0:30,200:90,500:50} batch.unit=tokens "
-            "batch.at=tokens",
-            marks=pytest.mark.slow,
+            "batch.at=tokens"
         ),
     ],
 )
