@@ -52,7 +52,6 @@ def test_bad_jobs_end_early_and_a_study_in_a_file_goes_on_with_the_next_command(
     num_jobs = 4 if "n_jobs" in more else 3
     assert shell(f"{line} hydra.sweeper.n_trials={num_jobs}") == 0
     rows = rows_of_last()
-    assert len(rows) == num_jobs
     pruned = [row for row in rows if row["state"] == "pruned"]
     assert {row["state"] for row in rows} == {"completed", "pruned"}
     assert {row["optimizer.lr"] for row in pruned} == {"30.0"}
