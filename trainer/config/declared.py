@@ -155,17 +155,22 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
     return _PLAIN[ast.unparse(node)]
 
 
-@cache
 def _read(name: str) -> _Module:
-    """Parse a module; empty where it is not found, is not Python, or imports nothing of ours."""
+    """Parse a module as its file is now; empty where there is none."""
+    source = b""
+    with suppress(OSError, RecursionError):
+        if (file := _file_of(name)) is not None:
+            source = file.read_bytes()
+    return _parsed(name, source)
+
+
+@cache
+def _parsed(name: str, source: bytes) -> _Module:
+    """Parse a module; empty where it is not Python, or imports nothing of ours."""
     imports, definitions = dict[str, str](), dict[str, ast.stmt]()
-    module = _Module(name, imports, definitions)
-    with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
-        file = _file_of(name)
-        if file is None or b"from trainer." not in (source := file.read_bytes()):
-            return module
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         # Not into functions: a walk through all takes longer than the rest.
-        for block in ast.parse(source).body:
+        for block in ast.parse(source).body if b"from trainer." in source else ():
             if isinstance(block, ast.ClassDef | ast.FunctionDef):
                 definitions[block.name] = block
             # Types may be imported under `if TYPE_CHECKING:`.
@@ -173,7 +178,7 @@ def _read(name: str) -> _Module:
             for node in nodes:
                 if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return module
+    return _Module(name, imports, definitions)
 
 
 def _file_of(name: str) -> Path | None:
