@@ -207,7 +207,7 @@ class OptimizerPart(Stateful):
         for group in live:
             if group.get("fused"):
                 _refuse_misfits(group["params"], states, parameters)
-        indices = dict(zip(parameters, range(len(parameters)), strict=True))
+        indices = {name: index for index, name in enumerate(parameters)}
         # State of something else than a parameter keeps its own key.
         by_index = {indices.get(name, name): values for name, values in states.items()}
         self._optimizer.load_state_dict({"state": by_index, "param_groups": settings})

@@ -50,7 +50,7 @@ DTYPES: Mapping[torch.dtype, str] = {
 }
 """Every dtype that can be stored, in safetensors' spelling."""
 
-_BY_SPELLING = dict(zip(DTYPES.values(), DTYPES, strict=True))
+_BY_SPELLING = {spelling: dtype for dtype, spelling in DTYPES.items()}
 
 
 @final

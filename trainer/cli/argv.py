@@ -125,7 +125,7 @@ def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     Takes the words behind the token; empty where the token stands for itself. Gives the fault,
     and the setting that is meant, where it is clear.
     """
-    words, after = [token], ["--", *waiting][-1]
+    words, after = [token], waiting[-1] if waiting else "--"
     name, equals, value = token.partition("=")
     is_flag = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
     is_value = not _NO_VALUE.match(after) and after not in COMMAND_HELP

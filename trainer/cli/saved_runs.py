@@ -123,10 +123,9 @@ def past_steps(run: RunFolder, step: str | None, typed: list[Override]) -> list[
     begin = checkpoint_of(run, str(step)) if is_fork else run.last_step()
     if not is_fork or (wanted and wanted[0][0] <= begin):
         steps = run.steps()[::-1]
-        behind = [each for each in steps if wanted and each < wanted[0][0]]
-        there = first_of([*map(str, behind or steps)])
-        text = f"has to lie behind a checkpoint to go on from: type step=N, of {there}"
-        raise ConfigError(line(SKIPS, values[-1], text))
+        behind = [each for each in steps if wanted and each < wanted[0][0]] or steps
+        text = "has to lie behind a checkpoint to go on from: type step=N, of "
+        raise ConfigError(line(SKIPS, values[-1], text + first_of([*map(str, behind)])))
     found = [(_in_data(first, before), _in_data(last, before)) for first, last in wanted]
     texts = range_texts([f"{first}-{last}" for first, last in (*before, *found)])
     return [*without(typed, SKIPS), read_override(f"{SKIPS}=[{','.join(texts)}]")]

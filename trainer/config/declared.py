@@ -156,12 +156,7 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
 
 
 def _read(name: str) -> _Module:
-    """Parse a module as its file is now; empty where there is none."""
-    source = b""
-    with suppress(OSError, RecursionError):
-        if (file := _file_of(name)) is not None:
-            source = file.read_bytes()
-    return _parsed(name, source)
+    return _parsed(name, _source_of(name))
 
 
 @cache
@@ -181,14 +176,14 @@ def _parsed(name: str, source: bytes) -> _Module:
     return _Module(name, imports, definitions)
 
 
-def _file_of(name: str) -> Path | None:
-    """Find a module's file as an import would, in the current folder last; None without one."""
+def _source_of(name: str) -> bytes:
+    """Read a module's file that an import would find, in the current folder last; empty: none."""
     root, *parts = name.split(".")
     # A name such as `__main__` is a ValueError.
-    with suppress(ImportError, ValueError):
+    with suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec(root) or PathFinder.find_spec(root, [str(Path.cwd())])
         if spec is None:
-            return None
+            return b""
         files = list[Path]()
         for folder in spec.submodule_search_locations or ():
             place = Path(folder).joinpath(*parts)
@@ -196,8 +191,8 @@ def _file_of(name: str) -> Path | None:
         # A module of a single file is in no folder of its own.
         if spec.origin and not parts:
             files.append(Path(spec.origin))
-        return next(filter(Path.is_file, files), None)
-    return None
+        return next(map(Path.read_bytes, filter(Path.is_file, files)), b"")
+    return b""
 
 
 def alternatives(annotation: object) -> Iterator[tuple[str, bool]]:

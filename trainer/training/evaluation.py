@@ -77,7 +77,7 @@ def _sums(context: StepContext, held_out: HeldOut, was_asked: Callable[[], bool]
     coupled, found = None, list[_Found]()
     if isinstance(objective, CoupledObjective):
         chosen = held_out.chosen(0, held_out.num_samples).tolist()
-        coupled = CollectedRows(objective, dict(zip(chosen, range(len(chosen)), strict=True)))
+        coupled = CollectedRows(objective, {i: place for place, i in enumerate(chosen)})
     while None in (found := world.collect(_attempt(context, held_out, was_asked, coupled))):
         release_memory()
         longest = int(held_out.lengths.max())

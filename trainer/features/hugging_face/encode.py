@@ -124,7 +124,7 @@ class RecordEncoder:
     def run(self, records: Any) -> Generator[list[Encoded | ValueError]]:  # noqa: ANN401
         """Encode a `datasets.Dataset` in its order, in as many processes as pay."""
         size, num_workers = len(records), 0
-        # A process that is a daemon may start none, and one is none faster.
+        # A daemon may start no processes, and a single one is no faster.
         if size >= MANY_RECORDS and num_cores() > 1 and not current_process().daemon:
             num_workers = num_cores()
         # A range is read at once, as columns, in place of 100 records one by one.

@@ -143,7 +143,7 @@ def _whole_labels(
     if not is_known and (are_places or fixed is not None):
         return Labels(None, max(1 + max(whole, default=0), len(model)), values)
     names = tuple(given if is_known else words)
-    numbers: dict[object, int] = dict(zip(names, range(len(names)), strict=True))
+    numbers: dict[object, int] = {name: number for number, name in enumerate(names)}
     for value, number in values.items():
         if str(number) in numbers:
             numbers[value] = numbers[str(number)]
@@ -211,7 +211,7 @@ def _named_labels(
         for word in words:
             numbers[word] = place[word.casefold()]
     # Later ones count: of names that differ in case alone `place` has the last.
-    numbers |= zip(names, range(len(names)), strict=True)
+    numbers |= {word: number for number, word in enumerate(names)}
     for i, word in enumerate(stated):
         if word in numbers:
             numbers[i] = numbers[word]

@@ -213,5 +213,5 @@ def _prepare(
         found.problem_type = _PROBLEMS[label_kind]
     if label_names and len(label_names) == found.num_labels:
         found.id2label = dict(enumerate(label_names))
-        found.label2id = dict(zip(label_names, range(len(label_names)), strict=True))
+        found.label2id = {name: number for number, name in enumerate(label_names)}
     return made_for

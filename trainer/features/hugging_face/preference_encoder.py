@@ -62,12 +62,10 @@ def _parts(record: encode.RoleValues, *, joins: bool) -> tuple[Answer, Sequence[
     What both begin with is the prompt where there is none: whole messages, or whole words.
     """
     read, prompt = chat_encoder.text_or_messages, record.get("prompt")
-    sides = list[Answer]()
-    for role in ("chosen", "rejected"):
-        if role in record:
-            if record[role] is None:
-                raise ValueError(f"{role} is null")
-            sides.append(read(record[role]))
+    answers = [record[role] for role in ("chosen", "rejected") if role in record]
+    if None in answers:
+        raise ValueError("its chosen or rejected answer is null")
+    sides = [*map(read, answers)]
     if prompt is not None:
         prompt = read(prompt)
     if isinstance(prompt, str) and isinstance(sides[0], list):

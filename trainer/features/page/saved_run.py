@@ -89,12 +89,12 @@ class SavedRun:
     def continuation(self) -> list[str]:
         """Say from which run and step it went on, where it did."""
         found, fork = list[str](), self.files.record(RunFolder.FORK)
-        step, resumed = fork.get("step"), self.plan.get("resumed_step")
+        step, resumed = fork.get("step"), self.plan.get("resumed_step", "")
         if run := fork.get("run"):
             found.append(f"forked from {shown_path(Path(str(run)))} at step {step}")
         if is_number(resumed) and resumed != step:
             found.append(f"resumed after step {number(resumed)}")
-        # Null stands there where the run began anew.
+        # Null stands there where the run began anew; without a plan nobody knows.
         elif resumed is None and (self.folder / RunFolder.RESUMED).is_dir():
             found.append("begun again: nothing had been saved")
         return found

@@ -168,6 +168,8 @@ class RecordPredictor:
             return loss_of(self.objective, self.model.call, sample, self.world.device)
         except Exception as error:
             kind, why = type(self.objective).__name__, described(error)
+            if isinstance(error, TrainError):
+                why = str(error)
             raise ConfigError(
                 f"objective={kind}: predicts nothing, and has no loss without labels ({why}); "
                 "give it a method `predict` (docs/how-to/own/objective.md)"

@@ -77,7 +77,8 @@ def _print(runs: Sequence[RunFolder], names: Sequence[str]) -> None:
     below = [Text()] * len(runs)
     if console.measure(_table(columns)).maximum > room:
         below = columns.pop("typed")
-        # Folders have the date in their path, and the time in their name.
+    # Folders have the date in their path, and the time in their name.
+    if console.measure(_table(columns)).maximum > room:
         columns.pop("started")
     with console.capture() as captured:
         console.print(_table(columns))

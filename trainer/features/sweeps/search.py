@@ -140,9 +140,7 @@ class Search:
                 return trial
         # Each process makes a sampler, which with one seed would draw the same for every job.
         if "seed" in settings:
-            seed = settings["seed"]
-            if seed is None:
-                seed = self.seed
+            seed = self.seed if settings["seed"] is None else settings["seed"]
             # One without a folder may be of a job of this sweep that asks just now.
             folders = [each.user_attrs.get(_SWEEP, str(self.folder)) for each in trials]
             others = sum(folder != str(self.folder) for folder in folders)
