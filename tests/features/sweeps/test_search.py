@@ -42,7 +42,7 @@ def rows_of_last() -> list[dict[str, str]]:
         "",
         slow("parallel.ranks=2"),
         slow("hydra/launcher=joblib hydra.launcher.n_jobs=2"),
-        nightly("hydra/launcher=submitit_local hydra.launcher.n_jobs=2"),
+        nightly("hydra/launcher=submitit_local hydra.sweeper.n_jobs=2"),
     ],
 )
 def test_bad_jobs_end_early_and_a_study_in_a_file_goes_on_with_the_next_command(more, capfd):
