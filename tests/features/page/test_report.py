@@ -32,7 +32,8 @@ PROBE = """
   const faults = [], refused = [], wide = document.documentElement;
   addEventListener("error", (event) => faults.push(event.message));
   addEventListener("securitypolicyviolation", (event) => refused.push(event.violatedDirective));
-  addEventListener("load", () => {
+  // Behind errors of images, which come on their own time.
+  addEventListener("load", () => setTimeout(() => {
     const path = () => document.querySelector("figure path").getAttribute("d");
     const before = path();
     document.querySelector("[data-x=tokens]").click();
@@ -51,7 +52,7 @@ PROBE = """
     const seen = { width: innerWidth, scroll: wide.scrollWidth, before, after };
     Object.assign(seen, { changed, read, theme, faults, refused, injected });
     document.body.insertAdjacentHTML("beforeend", `<pre id="probe">${JSON.stringify(seen)}</pre>`);
-  });
+  }, 500));
 </script>
 """
 INJECTED = "<script>injected = 1</script><img src='data:,' onerror='injected = 2'>"
@@ -126,8 +127,9 @@ def test_a_browser_draws_it_and_nothing_scrolls_sideways(tmp_path, width):
     text = text.replace("script-src ", f"script-src {own} ", 1)
     inner.write_text(text.replace("<script type", f"{PROBE}{INJECTED}<script type", 1))
     outer = f'<iframe src="inner.html" width="{width}" height="900"></iframe>'
-    outer += "<script>addEventListener('load', () => { document.body.textContent ="
-    outer += " frames[0].document.getElementById('probe').textContent; });</script>"
+    outer += "<script>addEventListener('load', () => setTimeout(() => {"
+    outer += " document.body.textContent ="
+    outer += " frames[0].document.getElementById('probe').textContent; }, 1000));</script>"
     (tmp_path / "outer.html").write_text(f"<!doctype html><body>{outer}</body>")
     argv = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     argv += ["--allow-file-access-from-files", "--virtual-time-budget=3000"]
