@@ -96,6 +96,7 @@ def test_frozen_layers_get_no_gradient_and_labels_beyond_the_classes_are_refused
             linear_cross_entropy(hidden, (weight, None), targets)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_graphs")
 def test_chunks_are_compiled_where_their_model_is(monkeypatch):
     monkeypatch.setattr(next_token, "LEAST_BYTES", 0)

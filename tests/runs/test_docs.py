@@ -18,10 +18,7 @@ from trainer.features.hugging_face.formats import recognise
 
 README = PAGES["README.md"].read_text()
 TYPED = {name: lines for name, path in PAGES.items() if (lines := lines_of(path.read_text()))}
-BY_DEFAULT = {
-    *("README.md", "docs/tutorials/first-run.md", "docs/tutorials/prove-a-step.md"),
-    "docs/tutorials/your-text.md",
-}
+BY_DEFAULT = {"README.md", "docs/tutorials/first-run.md"}
 """Pages whose commands run in every run of the tests; those of the others are `slow`."""
 
 MADE = runpy.run_path(str(DOCS / "generate.py"))["pages"]()

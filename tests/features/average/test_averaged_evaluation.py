@@ -79,6 +79,7 @@ def test_no_precision_loses_a_bit(line):
     assert same_bits(run, go(line))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_evaluates_as_an_uninterrupted_one():
     line = f"{DOUBLE} eval.every=1 {EVALUATED}"
     whole, cut = go(line), go(f"{line} steps=3")

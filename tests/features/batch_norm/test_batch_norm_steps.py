@@ -50,6 +50,7 @@ def test_ghost_takes_the_same_steps_however_they_are_cut_or_recomputed(line, who
     assert found.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], rel=EXACT)
 
 
+@pytest.mark.slow
 def test_micro_takes_other_steps_for_each_cut(whole):
     one, two = (go(f"{NET} batchnorm=micro accum.micro={n} name=n{n}") for n in (4, 8))
     assert distance(one, two) > WRONG
@@ -114,6 +115,7 @@ def test_auto_leaves_models_without_batchnorm_alone_and_warns_with_numbers():
     assert planned["batchnorm_mode"] == "ghost"
 
 
+@pytest.mark.slow
 def test_the_mode_of_the_documentation_has_groups_of_four_in_its_two_pairs(whole, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     write_files_of((CHECKOUT / "docs/how-to/own/batchnorm.md").read_text())

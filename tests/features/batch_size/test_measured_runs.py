@@ -26,6 +26,7 @@ def test_it_is_measured_every_so_often_and_a_resumed_run_measures_the_same():
         assert torch.equal(state(run)[name], tensor), name
 
 
+@pytest.mark.slow
 def test_a_measurement_cuts_the_step_anew_and_changes_it_by_rounding_alone():
     off, each = (go(f"{LINE} log.noise_scale={every}") for every in ("null", "1"))
     assert figures(off) == ["none"] * 6

@@ -18,6 +18,7 @@ def test_known_noise_is_found_within_5_percent_in_ragged_micro_batches():
     assert found == pytest.approx(NOISE / SIGNAL, rel=0.05)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_measure_what_others_do(no_graphs):
     """By the graphs of autograd, without code for them, which takes half a minute."""
     bench = bench_of(Fixed(micro=5))
@@ -27,6 +28,7 @@ def test_compiled_blocks_measure_what_others_do(no_graphs):
     assert measured(bench, 3) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_random_micro_batches_see_what_micro_batches_sorted_by_length_take_for_noise():
     data = Gaussian(by_length=1.0)
     found = measured(bench_of(SORTED, data), 60)
