@@ -28,6 +28,7 @@ time.sleep(60)
 @pytest.mark.parametrize("number", [SIGNALS[0], *map(nightly, SIGNALS[1:])])
 def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(number, tmp_path):
     """A plugin that is named is imported before anything is composed, and can hold it there."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup ignores, processes inherit
     (tmp_path / "hydra_plugins" / "slow").mkdir(parents=True)
     (tmp_path / "hydra_plugins" / "slow" / "__init__.py").write_text(WAITS)
     paths = os.pathsep.join([str(CHECKOUT), str(tmp_path)])  # plugins here are not looked for
