@@ -81,6 +81,7 @@ def test_memory_that_runs_out_anywhere_in_a_step_changes_nothing(variant, count,
         lab.assert_same(left_behind(folder), expected, about)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_one_replay_after_another_is_cut_as_often(tmp_path):
     settings = lab.config(*SHORT, "accum.micro=8")
     assert lab.run(lab.config(*SHORT, "accum.micro=2"), tmp_path / "expected").code == 0

@@ -118,6 +118,7 @@ def test_a_run_learns_from_a_run_or_its_export_and_goes_on(teacher, layout):
     assert train(["evaluate", f"run={whole.folder}"]).result
 
 
+@pytest.mark.slow
 def test_verify_proves_the_step_and_a_teacher_of_other_tokens_is_one_line(teacher):
     line = f"{SMALL} objective=distill objective.teacher=teacher steps=2"
     assert train(["verify", *overrides(line)]).result["verdict"] == "exact"

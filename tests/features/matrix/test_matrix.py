@@ -185,6 +185,7 @@ def test_a_bound_follows_from_what_the_gradient_makes_of_values_that_are_rounded
     assert 2**-11 < half < brain < 0.5
 
 
+@pytest.mark.slow
 def test_a_gradient_in_fp16_is_scaled_by_less_where_it_would_be_infinite():
     bench = Bench(Fixed(micro=3), torch.float32)
     with torch.no_grad():

@@ -115,6 +115,7 @@ def test_below_an_adapter_is_the_model_before_training_and_the_step_is_exact():
     assert train(["verify", *overrides(line)]).result["verdict"] == "exact"
 
 
+@pytest.mark.slow
 def test_verify_proves_the_step_and_evaluations_have_the_rewards():
     assert train(["verify", *overrides(f"{LINE} accum.micro=3")]).result["verdict"] == "exact"
     best = "checkpoint.best=eval_rewards_accuracy"
