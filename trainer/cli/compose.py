@@ -36,6 +36,7 @@ from trainer.cli.paths import absolute_paths, refuse_missing
 from trainer.cli.plugins import EXTRAS, load_plugins, switch_off_reports, without_plugins
 from trainer.config import components, consent, recipes
 from trainer.config.consent import TARGET
+from trainer.config.declared import declared
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, lookup, one_line
 from trainer.config.option_files import OWN, data_dir
@@ -83,6 +84,7 @@ class Composer:
     @classmethod
     def of(cls, own_folder: str | None = None) -> Self:
         """Read what is typed behind `--config-dir`; classes may be of modules found here."""
+        declared.cache_clear()
         try:
             OWN_CODE.folder = Path.cwd()
         except FileNotFoundError:

@@ -57,8 +57,12 @@ class _Module:
         return f"{self.imports.get(root, f'{self.name}.{root}')}{dot}{rest}"
 
 
+@cache
 def declared(target: str) -> Declared:
-    """Give what a class by its import path declares, its bases included, or a function."""
+    """Give what a class by its import path declares, its bases included, or a function.
+
+    It is read once a command, since a file may change between two.
+    """
     module_name, _, name = target.rpartition(".")
     module = _read(module_name)
     definition = module.definitions.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,22 @@ def options_of(group: str, own: str | None = None) -> dict[str, dict[str, Any]]:
 
     `own` is the folder of the user's options, whose are read beside those that are built in.
     """
-    folders, options = [data_dir("conf")], dict[str, dict[str, Any]]()
-    if own:
-        folders.append(Path(own))
-    for folder in folders:
-        for file in sorted((folder / group.replace(".", "/")).glob("*.yaml")):
-            # The user's option of a name takes the place of the built-in one.
-            if file.stem != OWN:
-                options[file.stem] = load_yaml(file)
-    return options
+    options = dict(_built_in(group))
+    # The user's option of a name takes the place of the built-in one.
+    return options | _options_in(Path(own), group) if own else options
 
 
+@cache
+def _built_in(group: str) -> dict[str, dict[str, Any]]:
+    return _options_in(data_dir("conf"), group)
+
+
+def _options_in(folder: Path, group: str) -> dict[str, dict[str, Any]]:
+    files = sorted((folder / group.replace(".", "/")).glob("*.yaml"))
+    return {file.stem: load_yaml(file) for file in files if file.stem != OWN}
+
+
+@cache
 def default_options(conf: Path) -> dict[str, str]:
     """Name the default option of every group, by dotted key, as the primary config chooses it."""
     chosen = dict[str, str]()

@@ -49,13 +49,14 @@ class OwnCode:
         """Let the module that a dotted name begins with come from the folder."""
         self._folder = self.folder
         self._targets.add(target.rpartition(".")[0])
-        # In a notebook the file may have been written since Python last listed the folder.
-        invalidate_caches()
         root = target.partition(".")[0]
         file = getattr(sys.modules.get(root), "__file__", None)
         is_own = file is not None and Path(file).is_relative_to(self.folder)
-        is_taken = root in sys.modules and not is_own
-        is_taken |= _origin(PathFinder.find_spec(root)) is not None
+        if root in sys.modules and not is_own:
+            return
+        # In a notebook the file may have been written since Python last listed the folder.
+        invalidate_caches()
+        is_taken = _origin(PathFinder.find_spec(root)) is not None
         # Behind all others: in front, a file `typing.py` of a stranger's would run in place of
         # Python's own, with the next import of it.
         if not is_taken and self._spec(root) is not None:
