@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -32,19 +33,18 @@ from trainer.cli.overrides import (
     refuse_twice,
     values_in,
 )
-from trainer.cli.paths import absolute_paths, refuse_missing
+from trainer.cli.paths import absolute_paths, in_full, refuse_missing
 from trainer.cli.plugins import EXTRAS, load_plugins, switch_off_reports, without_plugins
 from trainer.config import components, consent, recipes
 from trainer.config.consent import TARGET
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, lookup, one_line
-from trainer.config.option_files import OWN, data_dir
+from trainer.config.option_files import OWN, data_dir, options_of
 from trainer.config.recipes import other_versions
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
-from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
 
 CONFIG_NAME = "config"
@@ -84,12 +84,14 @@ class Composer:
     @classmethod
     def of(cls, own_folder: str | None = None) -> Self:
         """Read what is typed behind `--config-dir`; classes may be of modules found here."""
-        declared.cache_clear()
+        # Files may have changed since the last command.
+        for reader in (declared, options_of):
+            reader.cache_clear()
         try:
             OWN_CODE.folder = Path.cwd()
         except FileNotFoundError:
             raise ConfigError("the current folder was deleted; change to one that exists") from None
-        return cls(str(expanded(own_folder).absolute()) if own_folder else None)
+        return cls(in_full(own_folder) if own_folder else None)
 
     @contextmanager
     def open(self, overrides: Iterable[Override] = ()) -> Iterator[Any]:
@@ -174,13 +176,8 @@ class Composer:
         parts = classify(overrides, self.groups)
         faults = [*faults, *parts.faults]
         chosen: object = None
-        keys, given = set[str](), list[Override]()
-        for override in overrides:
-            if not override.is_hydra_override():
-                keys.add(dotted(override))
-            if override not in replayed:
-                given.append(override)
-        typed = values_in(given)
+        keys = set(map(dotted, filterfalse(Override.is_hydra_override, overrides)))
+        typed = values_in(each for each in overrides if each not in replayed)
         try:
             full, examples = self._compose_with_examples(parts)
             runtime: Any = OmegaConf.to_container(full.hydra.runtime)

@@ -63,8 +63,8 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
         listed = value if isinstance(value, list) else [value]
         texts = [*filter(None, listed)]
         if all(isinstance(each, str) for each in texts):
-            in_full = partial(_weights_in_full, config, key) if key in weights else _in_full
-            paths = [*map(in_full, texts)]
+            find = partial(_weights_in_full, config, key) if key in weights else in_full
+            paths = [*map(find, texts)]
             line = ",".join(map(quote, paths))
             if isinstance(value, list):
                 line = f"[{line}]"
@@ -83,7 +83,7 @@ def _arguments(targets: Mapping[str, str], wanted: object) -> set[str]:
     return found
 
 
-def _in_full(path: str) -> str:
+def in_full(path: str) -> str:
     """Make a path absolute; one that is not there may be a name on a hub, and stays."""
     return path if not exists(path) else str(expanded(path).absolute())
 
@@ -96,7 +96,7 @@ def _weights_in_full(config: RunConfig, key: str, init: str) -> str:
     if not exists(str(weights_path(init))):
         outputs = expanded(config.outputs).absolute()
         return str(called(key, init, outputs, suits=RunFolder.steps) or init)
-    return _in_full(init)
+    return in_full(init)
 
 
 def refuse_missing(config: RunConfig) -> None:

@@ -59,12 +59,9 @@ class _Module:
 
 @cache
 def declared(target: str) -> Declared:
-    """Give what a class by its import path declares, its bases included, or a function.
-
-    It is read once a command, since a file may change between two.
-    """
+    """Give what a class by its import path declares, its bases included, or a function."""
     module_name, _, name = target.rpartition(".")
-    module = _read(module_name)
+    module = _parsed(module_name, _source_of(module_name))
     definition = module.definitions.get(name)
     if definition is None:
         # Its constructor answers for its arguments, once it is imported.
@@ -95,7 +92,7 @@ def metrics_of(objective: str) -> Collection[str] | None:
     if objective == _OBJECTIVE:
         return ()
     module_name, _, name = objective.rpartition(".")
-    module = _read(module_name)
+    module = _parsed(module_name, _source_of(module_name))
     definition = module.definitions.get(name)
     if not isinstance(definition, ast.ClassDef):
         return None
@@ -157,10 +154,6 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
             if owner == _TYPES:
                 return vars(components)[name]
     return _PLAIN[ast.unparse(node)]
-
-
-def _read(name: str) -> _Module:
-    return _parsed(name, _source_of(name))
 
 
 @cache

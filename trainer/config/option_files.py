@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,28 +31,23 @@ def load_yaml(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def options_of(group: str, own: str | None = None) -> dict[str, dict[str, Any]]:
+@cache
+def options_of(group: str, own: str | None = None) -> Mapping[str, Mapping[str, Any]]:
     """Read the options of a group by name, that for classes typed left out.
 
     `own` is the folder of the user's options, whose are read beside those that are built in.
     """
-    options = dict(_built_in(group))
-    # The user's option of a name takes the place of the built-in one.
-    return options | _options_in(Path(own), group) if own else options
+    options = dict[str, dict[str, Any]]()
+    for folder in filter(None, (str(data_dir("conf")), own)):
+        for file in sorted(Path(folder, group.replace(".", "/")).glob("*.yaml")):
+            # The user's option of a name takes the place of the built-in one.
+            if file.stem != OWN:
+                options[file.stem] = load_yaml(file)
+    return options
 
 
 @cache
-def _built_in(group: str) -> dict[str, dict[str, Any]]:
-    return _options_in(data_dir("conf"), group)
-
-
-def _options_in(folder: Path, group: str) -> dict[str, dict[str, Any]]:
-    files = sorted((folder / group.replace(".", "/")).glob("*.yaml"))
-    return {file.stem: load_yaml(file) for file in files if file.stem != OWN}
-
-
-@cache
-def default_options(conf: Path) -> dict[str, str]:
+def default_options(conf: Path) -> Mapping[str, str]:
     """Name the default option of every group, by dotted key, as the primary config chooses it."""
     chosen = dict[str, str]()
     for entry in load_yaml(conf / "config.yaml").get("defaults", ()):

@@ -24,7 +24,7 @@ OURS = {key.partition(".")[0] for key in KEYS}
 
 def options(own: str | None = None) -> dict[str, dict[str, Any]]:
     """Read the options by name; what they take from the environment is put in."""
-    found = OmegaConf.create(options_of(OPTIONS_FOLDER, own))
+    found = OmegaConf.create(dict(options_of(OPTIONS_FOLDER, own)))
     plain: dict[str, dict[str, Any]] = OmegaConf.to_container(found, resolve=True)  # type: ignore[assignment]
     for name in OURS & plain.keys():
         del plain[name]

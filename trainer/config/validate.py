@@ -210,7 +210,7 @@ class Composed:
     def _needed(self, key: str) -> str:
         """Say that a value is missing, with an example where its type has one."""
         owner, _, name = key.rpartition(".")
-        option = {}
+        option: Mapping[str, Any] = {}
         if owner in components.COMPONENTS:
             option = options_of(owner).get(str(self.choices.get(owner)), {})
         kind = declared(str(option.get("_target_"))).types.get(name)

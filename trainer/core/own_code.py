@@ -50,9 +50,8 @@ class OwnCode:
         self._folder = self.folder
         self._targets.add(target.rpartition(".")[0])
         root = target.partition(".")[0]
-        file = getattr(sys.modules.get(root), "__file__", None)
-        is_own = file is not None and Path(file).is_relative_to(self.folder)
-        if root in sys.modules and not is_own:
+        file = getattr(sys.modules.get(root), "__file__", None) or ""
+        if root in sys.modules and not Path(file).is_relative_to(self.folder):
             return
         # In a notebook the file may have been written since Python last listed the folder.
         invalidate_caches()
