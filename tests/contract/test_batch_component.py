@@ -83,7 +83,6 @@ def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_mi
     assert ids_of(two) == ids
 
 
-@pytest.mark.slow
 def test_sizes_are_checked_and_may_be_tokens_and_their_argument_has_a_type():
     with pytest.raises(ConfigError, match=r"batch\.first=0: must be a whole number of at least 1"):
         go(f"{LINE} batch.first=0")

@@ -194,7 +194,6 @@ def test_a_typed_run_takes_the_steps_of_transformers_and_its_export_gives_their_
     assert_takes_their_steps(job, "model.dtype=float64", "float64")
 
 
-@pytest.mark.slow
 def test_a_checkpoint_in_bf16_is_trained_in_fp32_as_transformers_does():
     JOBS[0].save()
     kind = getattr(transformers, JOBS[0].name)

@@ -19,19 +19,8 @@ from trainer.core.errors import ConfigError
 CODE = """
 from torch import nn
 
+from tests.goldens.mine import Adapted
 from trainer.models.transform import ModelTransform
-
-
-class Adapted(nn.Module):
-    def __init__(self, base, rank):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
 
 
 class LowRank(ModelTransform):

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.lib.nightly import slow
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.core.errors import ConfigError, DataError
 from trainer.data.loader import Loader, Request
@@ -92,7 +91,7 @@ def plain_of_rows(bench, ids):
     return (entropy.mean(1) * weight).sum() / weight.sum()
 
 
-@pytest.mark.parametrize("least_bytes", [next_token.LEAST_BYTES, slow(0)])
+@pytest.mark.parametrize("least_bytes", [next_token.LEAST_BYTES, 0])
 @pytest.mark.parametrize("kind", ["sample", "token"])
 def test_weights_of_samples_and_tokens_are_those_of_plain_pytorch(kind, least_bytes, monkeypatch):
     monkeypatch.setattr(next_token, "LEAST_BYTES", least_bytes)

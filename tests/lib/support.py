@@ -16,6 +16,7 @@ from trainer.core.world import World
 from trainer.data.documents import BOS
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
+from trainer.models.gpt import GPT
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import AdamW
@@ -96,6 +97,13 @@ class TinyLM(nn.Module):
             else self.norm(hidden)
         )
         return self.head(self.dropout(hidden))
+
+
+def tiny_gpt(**options: Any) -> GPT:
+    """Build a GPT in float64, of the same weights each time."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
+    return GPT(**sizes, **options).double()
 
 
 def replicated(module: nn.Module, world: World, **how: Any) -> Parallel:

@@ -252,7 +252,6 @@ def test_ranks_of_which_one_finds_no_run_to_go_on_with_name_its_host(ranks, tmp_
         assert said.startswith(line)
 
 
-@pytest.mark.slow
 def test_ranks_that_run_other_sources_are_refused_and_their_hosts_are_named(ranks, tmp_path):
     for rank in range(2):
         copy = tmp_path / f"trainer-{rank}" / "optim" / "schedules.py"

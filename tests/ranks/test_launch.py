@@ -160,7 +160,6 @@ def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.slow
 def test_a_joined_rank_says_what_it_alone_found_before_the_ranks_met(tmp_path):
     joined = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     joined["CUDA_VISIBLE_DEVICES"] = ""

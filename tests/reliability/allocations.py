@@ -138,7 +138,6 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: context.struck.strike("end")
-        )
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: context.struck.strike("end"))
         return gradient, None

@@ -94,7 +94,6 @@ def test_one_sample_that_does_not_fit_ends_every_rank_with_5_and_is_named(ranks)
     assert "tokens does not fit into memory, even alone" in line
 
 
-@pytest.mark.slow
 def test_an_evaluation_short_of_memory_on_one_rank_shrinks_on_all_and_is_exact(ranks):
     found = ranks.run(2, evaluated, "fsdp", 29, 25)
     assert len({str(metrics) for metrics, _, _ in found}) == 1

@@ -70,7 +70,6 @@ def test_an_export_does_not_name_the_end_of_a_text_as_padding():
     assert model.get_input_embeddings().padding_idx is None
 
 
-@pytest.mark.slow
 def test_a_tokenizer_of_another_model_is_named_at_the_start(llama, capsys):
     write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
     line = f"tokenizer.path={llama} data=hf data.path=corpus.jsonl steps=1 model=hf"

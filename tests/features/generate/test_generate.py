@@ -77,7 +77,6 @@ class Unreadable(StdlibText):
         raise ValueError("no alphabet")
 
 
-@pytest.mark.slow
 def test_tokens_beyond_the_data_are_not_chosen_and_a_run_survives_its_decoder(capsys, monkeypatch):
     small_library(monkeypatch)
     sizes = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1"

@@ -78,7 +78,6 @@ def test_a_padded_table_has_free_rows_for_them():
     assert after[old + 2 :].equal(before[old + 2 :])
 
 
-@pytest.mark.slow
 def test_rows_that_an_adapter_freezes_are_warned_of_with_what_trains_them():
     old = len(tokenizer_in("llama"))
     save_llama(Path("llama"), old)

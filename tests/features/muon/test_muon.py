@@ -6,18 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lib.support import tiny_gpt
 from trainer.core.errors import ConfigError
 from trainer.features.muon.muon import Muon
 from trainer.models.fused import FusedMatrix
-from trainer.models.gpt import GPT
 from trainer.models.output_layer import note_output_matrices
-
-TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
-
-
-def tiny(**options) -> GPT:
-    torch.manual_seed(0)
-    return GPT(**TINY, **options).double()
 
 
 def matrices(model: nn.Module) -> set[str]:
@@ -28,7 +21,7 @@ def matrices(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_has_the_hidden_matrices_and_adamw_the_rest(tied):
-    model = tiny(tied=tied, positions="learned", bias=True)
+    model = tiny_gpt(tied=tied, positions="learned", bias=True)
     inner = {n for n, p in model.named_parameters() if n.startswith("blocks") and p.ndim == 2}
     assert len(inner) >= 8
     assert matrices(model) == inner
@@ -61,7 +54,7 @@ def test_a_matrix_is_known_by_its_use_and_not_by_its_place():
 
 
 def test_a_step_is_that_of_both_optimizers_of_pytorch_also_from_a_saved_state():
-    ours, theirs = tiny().float(), tiny().float()
+    ours, theirs = tiny_gpt().float(), tiny_gpt().float()
     for part in ours.modules():
         part.fused_matrices = {}  # which PyTorch's does not know
     spec = Muon(lr=0.01, weight_decay=0.1, betas=[0.9, 0.95])

@@ -127,9 +127,8 @@ def test_a_browser_draws_it_and_nothing_scrolls_sideways(tmp_path, width):
     text = text.replace("script-src ", f"script-src {own} ", 1)
     inner.write_text(text.replace("<script type", f"{PROBE}{INJECTED}<script type", 1))
     outer = f'<iframe src="inner.html" width="{width}" height="900"></iframe>'
-    outer += "<script>addEventListener('load', () => setTimeout(() => {"
-    outer += " document.body.textContent ="
-    outer += " frames[0].document.getElementById('probe').textContent; }, 1000));</script>"
+    outer += "<script>onload = () => setTimeout(() => { document.body.textContent ="
+    outer += " frames[0].document.getElementById('probe').textContent; }, 1000);</script>"
     (tmp_path / "outer.html").write_text(f"<!doctype html><body>{outer}</body>")
     argv = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     argv += ["--allow-file-access-from-files", "--virtual-time-budget=3000"]

@@ -95,12 +95,9 @@ def test_data_that_hold_nothing_or_vanish_are_a_data_error(tmp_path, monkeypatch
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "array.json").write_text("[]")
     (tmp_path / "folder").mkdir()
-    for name, fault in {
-        "blank.txt": "holds no documents",
-        "array.json": "holds no documents",
-        "folder": "holds no files",
-    }.items():
-        with pytest.raises(DataError, match=f"{name}.*{fault}"):
+    kinds = {"blank.txt": "documents", "array.json": "documents", "folder": "files"}
+    for name, kind in kinds.items():
+        with pytest.raises(DataError, match=f"{name}.*holds no {kind}"):
             Text(str(tmp_path / name))
     listing = Listing([tmp_path / "gone.txt"])
     monkeypatch.setattr("trainer.data.text.files_at", lambda *_, **__: listing)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lib.support import tiny_gpt
 from trainer.core.errors import ConfigError
 from trainer.features.muon.muon import Muon
-from trainer.models.gpt import GPT
 from trainer.optim.optimizers import (
     SGD,
     AdamW,
@@ -17,13 +17,6 @@ from trainer.optim.optimizers import (
     OwnOptimizer,
     param_groups,
 )
-
-TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
-
-
-def tiny(**options) -> GPT:
-    torch.manual_seed(0)
-    return GPT(**TINY, **options).double()
 
 
 def names_by_group(model: nn.Module, groups: list[dict]) -> dict[str, set[str]]:
@@ -59,7 +52,7 @@ def test_norms_biases_and_scalars_are_not_decayed_unless_a_group_asks_for_it():
 
 
 def test_a_group_with_its_own_rate_keeps_the_rule_for_norms_and_the_first_pattern_counts():
-    model = tiny(bias=True, norm="layer")
+    model = tiny_gpt(bias=True, norm="layer")
     groups = param_groups(
         model, 0.1, 0.01, {"blocks.0.*norm*": {"lr": 1.0}, "blocks.0.*": {"lr": 0.5}}
     )
@@ -90,7 +83,7 @@ def test_a_group_with_its_own_rate_keeps_the_rule_for_norms_and_the_first_patter
     ],
 )
 def test_our_builders_take_the_steps_of_pytorch(spec, reference):
-    ours, theirs = tiny(), tiny()
+    ours, theirs = tiny_gpt(), tiny_gpt()
     mine = spec.build(ours)
     other = reference(param_groups(theirs, spec.lr, spec.weight_decay, spec.groups))
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -116,7 +109,7 @@ class Signed(torch.optim.Optimizer):
 
 
 def test_a_users_own_optimizer_is_called_with_parameter_groups():
-    model = tiny()
+    model = tiny_gpt()
     spec = OwnOptimizer.of(
         Signed, {"lr": 0.1, "power": 2.0, "groups": {"embedding.*": {"lr": 0.2}}}
     )
