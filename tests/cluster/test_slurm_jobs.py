@@ -103,6 +103,7 @@ def test_a_job_that_fails_is_not_put_back(slurm):
         job = submit(slurm, name, "clip_norm=high")
         end = wait_for_end(slurm, job)
         assert (end["JobState"], end["Restarts"]) == ("FAILED", "0")
+        assert end["ExitCode"] == ("2:0" if name == "one-node.sh" else "1:0")
 
 
 def test_a_suspended_job_of_two_nodes_goes_on(slurm):

@@ -27,8 +27,8 @@ FIRST_STEP = 10
 _IN_STEP: tuple[InStep, ...] = get_args(InStep)
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _PLACE, _SINCE = struct.Struct("<qqq??"), struct.Struct("<d")
-# Aligned, so that no reader finds half of it.
-_SINCE_AT = 32
+# Aligned, so that no reader finds half of one.
+_SINCE_AT, _STEP_SINCE_AT = 32, 40
 
 WARM_STEP = 2
 """The first step that counts where there are so many: the one before fills caches and compiles."""
@@ -47,6 +47,7 @@ class RankPosition:
     waits: bool = False  # in a collective, for other ranks
     is_first: bool = False  # the first step that this process takes, or one that may compile
     since: float = 0.0  # when it came there, by the machine's monotonic clock
+    step_since: float = 0.0  # when it came to this step
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -71,7 +72,7 @@ class RankProgress:
     """Memory in which one rank notes its place: a file's, or of this process alone."""
 
     def __init__(self, path: Path | None = None) -> None:
-        size = _SINCE_AT + _SINCE.size
+        size = _STEP_SINCE_AT + _SINCE.size
         self._memory: bytearray | mmap.mmap = bytearray(size)
         if path is None:
             return
@@ -86,7 +87,8 @@ class RankProgress:
         # The time last, which is written first: nobody is taken to have come to a place long ago.
         step, phase, *others = _PLACE.unpack_from(self._memory)
         since = _SINCE.unpack_from(self._memory, _SINCE_AT)
-        return RankPosition(step, _PHASES[phase], *others, *since)
+        step_since = _SINCE.unpack_from(self._memory, _STEP_SINCE_AT)
+        return RankPosition(step, _PHASES[phase], *others, *since, *step_since)
 
     def write(self, place: RankPosition) -> None:
         """Note where the rank is; `since` becomes now."""
@@ -100,7 +102,10 @@ class RankProgress:
 
     def _write(self, *place: int) -> None:
         """Copy bytes over what is there; `pack_into` writes zeros first, which a reader may see."""
-        self._memory[_SINCE_AT:] = _SINCE.pack(time.monotonic())
+        now = _SINCE.pack(time.monotonic())
+        self._memory[_SINCE_AT:_STEP_SINCE_AT] = now
+        if place[0] != _PLACE.unpack_from(self._memory)[0]:
+            self._memory[_STEP_SINCE_AT:] = now
         self._memory[: _PLACE.size] = _PLACE.pack(*place)
 
     @contextmanager

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,11 +26,14 @@ import yaml
 
 from trainer.core import durable
 from trainer.core.errors import TrainError
+from trainer.core.rank_progress import RankPosition
 
 RunState = Literal["running", "completed", "preempted", "failed"]
 
 UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)  # what `read_yaml` raises
 AUTO = "auto"  # typed for the newest run
+
+_status_lock = threading.Lock()  # held while a status is written
 
 _handles: dict[Path, int] = {}  # by run folder, the lock files that this process has locked
 
@@ -163,7 +167,18 @@ class RunFolder:
         While it is running, `step` is that of its newest checkpoint or evaluation.
         """
         content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
-        durable.write_record(self.path / self.STATUS, content)
+        with _status_lock:
+            durable.write_record(self.path / self.STATUS, {**content, "time": time.time()})
+
+    def refresh_status(self, place: RankPosition) -> None:
+        """Say where a run is that goes on, and when its last step ended."""
+        with _status_lock:
+            content, now = self.record(self.STATUS), time.time()
+            if content.get("state") == "running":
+                content |= {"time": now, "at": str(place)}
+                if place.step:
+                    content["last_step_time"] = now - (time.monotonic() - place.step_since)
+                durable.write_record(self.path / self.STATUS, content)
 
     def last_step(self) -> int:
         """Read the last step as the status has it; 0 where it has none."""
@@ -220,6 +235,10 @@ class RunFolder:
         if command != "train":
             name = f"{command}-{name}"
         return self.path / "ranks" / name
+
+    def host_log(self, host: str) -> Path:
+        """Name the file of what is logged on a host, of a run that a launcher started."""
+        return self.path / f"train.{host}.log"
 
     def traceback(self, rank: int) -> Path:
         """Name the file with the traceback and the stacks of a rank that failed."""

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer.config.secrets import without_secrets
-from trainer.core import errors
+from trainer.core import durable, errors
 from trainer.core.rank_progress import RankPosition
 from trainer.core.run_folder import RunFolder
 from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
 
 STACKS_SIGNAL = signal.SIGUSR2
+
+LOOK_S = 0.1  # how often to look for what another host says
 
 _SENT = {
     "SIGKILL": ", as the system often does when memory runs out",
@@ -93,24 +95,26 @@ class Records:
         return Ended(**{**found, "place": RankPosition(**found["place"])})
 
 
-def lost_rank(text: str, rank: int, hosts: Mapping[int, Sequence[str]]) -> str | None:
-    """Read from what gloo says on one rank which other one it lost; None where it says none.
+def lost_rank(text: str, rank: int, hosts: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """Read from what gloo says on one rank which other one it lost; empty where it says none.
 
-    `hosts` are what the host of each rank is called, the name that a person knows first.
+    Gives `crash`, which says so, and `lost`, which ranks it may be. `hosts` are what the host of
+    each rank is called, the name that a person knows first.
     """
     found = _GLOO.search(text)
     if found is None:
-        return None
+        return {}
     address = found["address"].removeprefix("::ffff:")
-    there, host = list[str](), address
+    there, host = list[int](), address
     for other, names in hosts.items():
         if address in names and other != rank:
-            there.append(str(other))
+            there.append(other)
             host = names[0]
     who = "another rank"
     if there:
-        who = f"one of the ranks {', '.join(there)}" if there[1:] else f"rank {there[0]}"
-    return f"lost {who} on {host} ({found['why'] or found['what']}), whose own output says why"
+        listed = ", ".join(map(str, there))
+        who = f"one of the ranks {listed}" if there[1:] else f"rank {listed}"
+    return {"crash": f"lost {who} on {host} ({found['why'] or found['what']})", "lost": there}
 
 
 def describe_end(
@@ -140,15 +144,19 @@ def describe_end(
         report = errors.error_to_dict(error)
         return {**report, "text": report["text"] + where}
     text = without_secrets(described(error), os.environ)
-    text = lost_rank(text, rank, hosts) or text[:300]
-    return {"crash": text + where, "code": 1}
+    report = {"crash": text[:300], **lost_rank(text, rank, hosts), "code": 1}
+    return {**report, "crash": report["crash"] + where}
 
 
-def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> errors.TrainError | None:
+def verdict(
+    ended: Mapping[int, Ended], folder: Path, timeout_s: float, host: str = ""
+) -> errors.TrainError | None:
     """Name why ranks ended: as one of them gave it, else by what is known; None where all is well.
 
-    Of every rank, or of those of which there is word; stacks are looked for in the run folder.
+    Of every rank, or of those of which there is word; stacks are looked for in the run folder. Of
+    a run that a launcher started, `host` is where the ranks are.
     """
+    on = f" on {host}" if host else ""
     failed = [*filter(attrgetter("has_failed"), ended.values())]
     if not failed:
         return None
@@ -157,11 +165,34 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> error
         text = first.report["text"]
         is_shared = failed[1:] and all(end.report.get("text") == text for end in failed)
         if first.rank and not is_shared:
-            text = f"rank {first.rank}, {first.place}: {text}"
+            text = f"rank {first.rank}{on}, {first.place}: {text}"
         return errors.error_from_dict({**first.report, "text": text})
     if first.is_killed:
-        return errors.RankFailedError(_name_hung(failed, folder, timeout_s))
-    return errors.RankFailedError(_name(first))
+        return errors.RankFailedError(_name_hung(failed, folder, timeout_s, on))
+    return errors.RankFailedError(_name(first, f"rank {first.rank}{on}"))
+
+
+def leave_end(folder: Path, rank: int, text: str) -> None:
+    """Say in the run folder, which all hosts see, why a rank of this one ended."""
+    path = _end_file(folder, rank)
+    with suppress(OSError):
+        durable.make_folders(path.parent)
+        durable.write_json(path, {"text": text})
+
+
+def find_end(folder: Path, ranks: Sequence[int], wait_s: float) -> str:
+    """Read why one of other hosts' ranks ended; empty where nobody says so in time."""
+    until = time.monotonic() + wait_s
+    while ranks and time.monotonic() < until:
+        for rank in ranks:
+            if text := durable.read_json(_end_file(folder, rank)).get("text"):
+                return str(text)
+        time.sleep(LOOK_S)
+    return ""
+
+
+def _end_file(folder: Path, rank: int) -> Path:
+    return RunFolder(folder).traceback(rank).with_suffix(".json")
 
 
 def _order(end: Ended) -> int:
@@ -182,17 +213,19 @@ def _order(end: Ended) -> int:
     return 1
 
 
-def _name(end: Ended) -> str:
+def _name(end: Ended, rank: str) -> str:
+    if "lost" in end.report:  # it waited, and the other one is who matters
+        return f"{end.report['crash']}, at {end.place}"
     if "crash" in end.report:
         what = "failed in a collective" if end.place.waits else "failed"
-        return f"rank {end.rank} {what} at {end.place}: {end.report['crash']}"
+        return f"{rank} {what} at {end.place}: {end.report['crash']}"
     if end.code >= 0:
-        return f"rank {end.rank} exited with code {end.code} and no error report, at {end.place}"
+        return f"{rank} exited with code {end.code} and no error report, at {end.place}"
     name = signal.Signals(-end.code).name
-    return f"rank {end.rank} was killed by {name}{_SENT.get(name, '')}, at {end.place}"
+    return f"{rank} was killed by {name}{_SENT.get(name, '')}, at {end.place}"
 
 
-def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
+def _name_hung(failed: list[Ended], folder: Path, timeout_s: float, on: str) -> str:
     """Name, of those that did not wait themselves, the one that is behind, or the longest there."""
     end = min(failed, key=lambda end: (end.place.waits, *end.place.progress, end.place.since))
     stacks = RunFolder(folder).traceback(end.rank)
@@ -202,4 +235,4 @@ def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
         key = f"ten times {key} in the first step"
     waited = f"for {limit_s:g} s ({key})" if limit_s != float("inf") else "in time"
     what = "waited for other ranks" if end.place.waits else "did not answer"
-    return f"rank {end.rank} {what} {waited}, at {end.place}{where}"
+    return f"rank {end.rank}{on} {what} {waited}, at {end.place}{where}"

@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer.config.command_words import READING
 from trainer.config.run_config import RunConfig, digests, from_text, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
@@ -29,10 +30,13 @@ from trainer.core.run_folder import RunFolder
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
+from trainer.report.heartbeat import heartbeat
 from trainer.report.mirror import is_hanging
 
 if TYPE_CHECKING:
     from trainer.core.world import World
+
+_logger = logging.getLogger(__name__)
 
 _NOTHING = digests({"resume": None})["resume"]
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -52,16 +56,8 @@ def main(arguments: list[str]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})
     # Collectives abort the process when they find messages they did not expect.
     faulthandler.enable(file=stacks)
-    log = None
     # Others log to their standard error, which goes to a file of each rank.
-    if rank == 0:
-        log = durable.open_log(Path(job["folder"]) / RunFolder.LOG)
-    logging.basicConfig(
-        stream=log,
-        format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
-        level=logging.INFO,
-    )
-    mask_logs()
+    _log_to(Path(job["folder"]) / RunFolder.LOG if rank == 0 else None)
     rank_progress = RankProgress(records.rank_progress(rank))
     report = _work(job, Membership(**job["members"][str(rank)]), records, rank_progress)
     records.write(Ended.now(rank, rank_progress.read(), report))
@@ -80,11 +76,13 @@ def _work(
     """Run the command among the other ranks, and describe how it ended."""
     folder, has_met, hosts = Path(job["folder"]), False, dict[int, list[str]]()
     try:
-        with stop_signals(ends_at_second=False) as stop:
+        with ExitStack() as opened, stop_signals(ends_at_second=False) as stop:
             from trainer.commands.verify_sync import verify_sync  # noqa: PLC0415 - imports torch
             from trainer.launch.session import joined_session, run_rank  # noqa: PLC0415 - imports torch
 
             config = from_text(job["config"])
+            if member.rank == 0 and config.command not in READING:
+                opened.enter_context(heartbeat(folder, rank_progress))
             if member.is_ours:
                 _redirect(RunFolder(folder).rank_log(config.command, member.rank))
             with joined_session(config, member, rank_progress) as world:
@@ -92,7 +90,13 @@ def _work(
                 hosts |= enumerate(world.collect(_names_of_host(member)))
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
-                    _redirect(RunFolder(folder).rank_log(config.command, member.rank))
+                    run = RunFolder(folder)
+                    _redirect(run.rank_log(config.command, member.rank))
+                    if member.rank > 0:
+                        _log_to(run.host_log(socket.gethostname()), f"rank {member.rank}")
+                    _logger.info(
+                        "process %d, %s, of %d ranks", os.getpid(), world.device, world.size
+                    )
                     (records.folder / Records.RUN).symlink_to(folder)
                 # One process verifies; ranks of ours are there for what it cannot try.
                 if member.is_ours and config.command == "verify":
@@ -100,6 +104,14 @@ def _work(
                 return {"code": run_rank(config, folder, world, stop)}
     except BaseException as error:
         return {**describe_end(error, folder, member.rank, hosts), "has_met": has_met}
+
+
+def _log_to(path: Path | None, who: str = "%(name)s") -> None:
+    """Log to a file, or to the standard error."""
+    log = None if path is None else durable.open_log(path)
+    text = f"[%(asctime)s][{who}][%(levelname)s] - %(message)s"
+    logging.basicConfig(stream=log, format=text, level=logging.INFO, force=True)
+    mask_logs()
 
 
 def _redirect(log: Path | None) -> None:

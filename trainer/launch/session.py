@@ -33,6 +33,7 @@ from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
 from trainer.core.world import LONG_TIMEOUT, World
 from trainer.launch.membership import START_TIMEOUT, Membership
+from trainer.report.heartbeat import heartbeat
 from trainer.report.records import num_cores
 from trainer.report.run_status import recorded
 
@@ -93,7 +94,7 @@ def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     world = replace(_prepare(config), size=size, local_size=size)
     if config.command in READING:
         return run_rank(config, folder, world, stop)
-    with hold(folder), recorded(config, folder):
+    with hold(folder), recorded(config, folder), heartbeat(folder, world.rank_progress):
         return run_rank(config, folder, world, stop)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,17 +18,25 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import final
 
 from trainer.config.command_words import READING
 from trainer.config.run_config import RunConfig, to_text
 from trainer.core import durable, signals
-from trainer.core.errors import GO_ON, Preempted, RankFailedError
+from trainer.core.errors import GO_ON, Preempted, RankFailedError, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.run_folder import RunFolder, hold
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
+from trainer.launch.ends import (
+    STACKS_SIGNAL,
+    Ended,
+    Records,
+    find_end,
+    leave_end,
+    verdict,
+)
 from trainer.launch.membership import Membership
 from trainer.report import journal
 from trainer.report.run_status import drop_empty, recorded, saved_step, to_go_on
@@ -109,15 +118,34 @@ def _attempt(
             for member in members:
                 if log := RunFolder(place).rank_log(config.command, member.rank):
                     drop_empty(log)
-    if (error := verdict(watch.ended, place, timeout_s)) is None:
-        return
-    if not is_ours and not isinstance(error, Preempted):  # with which all ranks end
-        # Once ranks have met, all give most reasons; of its own are those of a rank's samples.
-        (end,) = watch.ended.values()
-        is_shared = "error" in end.report and end.report["has_met"]
-        is_shared &= end.place.phase not in _OWN_PHASES
-        error.is_own = not is_shared or members[0].local_rank == 0
-    raise error
+    host = "" if is_ours else socket.gethostname()
+    error = verdict(watch.ended, place, timeout_s, host)
+    if not is_ours:
+        error = _among_hosts(error, watch.ended[members[0].rank], place, members[0], host)
+    if error is not None:
+        raise error
+
+
+def _among_hosts(
+    error: TrainError | None, end: Ended, folder: Path, member: Membership, host: str
+) -> TrainError | None:
+    """Write how a launcher's rank ended, and say of a rank that it lost what that one says."""
+    text = "ended" if error is None else str(error)
+    if folder.is_dir():
+        with suppress(OSError), durable.open_log(RunFolder(folder).host_log(host)) as log:
+            log.write(f"[{datetime.now():%Y-%m-%d %H:%M:%S}][rank {member.rank}] {text}\n")
+    if error is None or isinstance(error, Preempted):  # with which all ranks end
+        return error
+    if folder.is_dir():
+        leave_end(folder, member.rank, text)
+    if "lost" in end.report:
+        why = find_end(folder, end.report["lost"], GRACE_S) or "its own output may say why"
+        error = RankFailedError(f"{text}: {why}")
+    # Once ranks have met, all give most reasons; of its own are those of a rank's samples.
+    is_shared = "error" in end.report and end.report["has_met"]
+    is_shared &= end.place.phase not in _OWN_PHASES
+    error.is_own = not is_shared or member.local_rank == 0
+    return error
 
 
 @final

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.run_support import in_use
 from trainer.core.errors import SaveError
+from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.run_folder import RunFolder, RunInUseError, hold, is_locked, step_of
+from trainer.report import heartbeat
 
 HOLDS = """
 import sys
@@ -92,12 +95,38 @@ def test_the_status_is_json_for_scripts_and_running_only_while_somebody_holds_th
     assert killed.items() <= run.status().items()
     run.write_status("failed", 9, 6, "not finite")
     ended = {"state": "failed", "exit_code": 6, "step": 9, "reason": "not finite"}
-    assert json.loads((tmp_path / "status.json").read_bytes()) == run.status() == ended
+    found = json.loads((tmp_path / "status.json").read_bytes())
+    assert time.time() - found.pop("time") < 60
+    assert found == ended
     assert run.last_step() == 9
     (tmp_path / "status.json").write_text("[")
     assert (run.status(), run.last_step()) == ({}, 0)
     with pytest.raises(SaveError, match=r"status\.json"):
         RunFolder(tmp_path / "nowhere").write_status("running", 0)
+
+
+def test_a_thread_says_for_a_watchdog_where_a_run_is_and_when_its_last_step_ended(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.01)
+    run, progress = RunFolder(tmp_path), RankProgress()
+    with hold(tmp_path):
+        run.write_status("running", 0)
+        progress.write(RankPosition(step=7, phase="data"))
+        began = time.time()
+        progress.write(RankPosition(step=7, phase="compute", micro_batch=2))
+        with heartbeat.heartbeat(tmp_path, progress):
+            until = time.monotonic() + 30
+            while "at" not in run.status() and time.monotonic() < until:
+                time.sleep(0.01)
+        beat = run.status()
+        assert beat["at"] == "step 7 (compute, micro-batch 2)"
+        assert beat["last_step_time"] == pytest.approx(began, abs=5)
+        assert beat["last_step_time"] <= beat["time"]
+        run.write_status("completed", 7, 0)
+        run.refresh_status(progress.read())
+        assert run.status()["state"] == "completed"
+        assert "at" not in run.status()
 
 
 def test_checkpoints_are_those_with_a_manifest_and_the_name_of_a_step(tmp_path):

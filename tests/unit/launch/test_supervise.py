@@ -17,7 +17,15 @@ from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
 from trainer.launch import supervise
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, lost_rank, verdict
+from trainer.launch.ends import (
+    STACKS_SIGNAL,
+    Ended,
+    Records,
+    find_end,
+    leave_end,
+    lost_rank,
+    verdict,
+)
 from trainer.launch.membership import Membership
 from trainer.launch.supervise import UNBEGUN_S, Child, Watch
 
@@ -168,8 +176,25 @@ HOSTS = {0: ["one", "10.0.0.1"], 1: ["one", "10.0.0.1"], 2: ["two", "10.0.0.2"]}
     ],
 )
 def test_the_rank_that_gloo_lost_is_named_with_its_host(what, says):
-    assert lost_rank(GLOO.format(what), 0, HOSTS).startswith(f"lost {says}")
-    assert lost_rank("RuntimeError: injected", 0, HOSTS) is None
+    report = lost_rank(GLOO.format(what), 0, HOSTS)
+    assert report["crash"].startswith(f"lost {says}")
+    assert lost_rank("RuntimeError: injected", 0, HOSTS) == {}
+
+
+def test_what_a_lost_rank_was_doing_is_read_from_the_folder_that_hosts_share(tmp_path):
+    place = RankPosition(8, "reduce", waits=True)
+    end = Ended(0, 1, {"crash": "lost rank 1 on two (reset)", "lost": [1]}, 1.0, place)
+    error = verdict({0: end}, tmp_path, 600, "one")
+    leave_end(tmp_path, 1, "rank 1 on two was killed by SIGKILL, at step 8 (compute)")
+    joined = Membership(rank=0, size=2, local_rank=0, local_size=1, start_timeout_s=9)
+    found = str(supervise._among_hosts(error, end, tmp_path, joined, "one"))
+    assert found == (
+        "lost rank 1 on two (reset), at step 8 (reduce): rank 1 on two was killed by SIGKILL, at "
+        "step 8 (compute)"
+    )
+    assert "[rank 0] lost rank 1 on two" in (tmp_path / "train.one.log").read_text()
+    assert find_end(tmp_path, [0], 1.0).startswith("lost rank 1")
+    assert find_end(tmp_path, [2], 0.0) == ""
 
 
 COMPUTES, WAITS = RankPosition(2, "compute"), RankPosition(2, "agree", waits=True)

@@ -5,7 +5,7 @@ A layer keeps its weights, buffers and names: what is saved and exported is PyTo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -51,7 +51,8 @@ class BatchNormLayer(_BatchNorm):
     # `(3, channels)` in float64, of the step's forwards up to now: how many values, their sum, and
     # that of their squares. Between two steps None. No checkpoint has it; a replay puts it back.
     step_sums: Tensor | None
-    joins_ranks: bool = False  # whether the step runs now, whose ranks all take part
+    # Adds in place over all ranks while the step runs; None on one rank, and outside of steps
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; see `BatchNormMode.normalize`. An evaluation's is PyTorch's own."""
@@ -191,8 +192,14 @@ class RunningStatistics(Stateful):
             for each in layers_of(model)
             if each.mode.moves_once and each.running_mean is not None
         ]
+
+        # Not `world.sum`, with which a copy of a layer would copy the world.
+        def sum_over_ranks(values: Tensor) -> Tensor:
+            return world.sum(values)
+
         for layer in self._layers:
-            layer.joins_ranks = world.size > 1
+            if world.size > 1:
+                layer.sum_over_ranks = sum_over_ranks
         is_grouped = any(layer.coupling.kind == "group" for layer in self._layers)
         self._others = _saved_buffers(model) if is_grouped else {}
         self._model = model
@@ -267,14 +274,18 @@ def _estimated(
 ) -> tuple[Tensor, ...]:
     """Give the sums of each layer's values over the first samples of the training data."""
     loader, cursor, device = feed.data.loader, feed.data.order.start, model.world.device
-    ways, snapshot = [(layer.mode, layer.joins_ranks) for layer in layers], Snapshot(model.module)
+    ways, snapshot = (
+        [(layer.mode, layer.sum_over_ranks) for layer in layers],
+        Snapshot(model.module),
+    )
     snapshot.take()
     model.gather()
     with evaluating(model.module), Casts(model.module).once(device.type):
         for layer in layers:
             assert layer.mode.estimating is not None
             # In training mode alone: dropout and all else is as in evaluation.
-            layer.mode, layer.joins_ranks, layer.training = layer.mode.estimating, False, True
+            layer.mode, layer.sum_over_ranks = layer.mode.estimating, None
+            layer.training = True
         while cursor.samples < most and not cursor.epoch:
             samples, plan = feed.plan(cursor)
             for request in feed.requests(samples, plan):
@@ -282,8 +293,8 @@ def _estimated(
                     model.call(to_device(loader.load(request), device))
             cursor = samples.after
     model.release()
-    for layer, (mode, joins_ranks) in zip(layers, ways, strict=True):
-        layer.mode, layer.joins_ranks = mode, joins_ranks
+    for layer, (mode, sum_over_ranks) in zip(layers, ways, strict=True):
+        layer.mode, layer.sum_over_ranks = mode, sum_over_ranks
     sums = taken_sums(layers, model.world)
     # What else these forwards wrote.
     snapshot.restore()

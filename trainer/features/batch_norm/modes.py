@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -133,7 +133,7 @@ class Sync(BatchNormMode):
 
     def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
         """See the base class; on one rank, and outside of a run's steps, as `pooled`."""
-        if not layer.joins_ranks:
+        if layer.sum_over_ranks is None:
             return layer.in_pieces(values)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         dims = [dim for dim in range(values.dim()) if dim != 1]
@@ -146,7 +146,7 @@ class Sync(BatchNormMode):
         total, own_mean = total.double(), own_mean.double()
         sums = torch.stack([torch.full_like(total, count), total, deviations + total * own_mean])
         layer.note_sums(sums.detach())
-        summed: Tensor = _SumOverRanks.apply(sums)  # type: ignore[no-untyped-call] # untyped in torch
+        summed: Tensor = _SumOverRanks.apply(sums, layer.sum_over_ranks)  # type: ignore[no-untyped-call] # untyped in torch
         counts, totals, squares = summed
         mean = totals / counts.clamp(min=1)
         variance = (squares / counts.clamp(min=1) - mean.square()).clamp(min=0)
@@ -211,18 +211,15 @@ class _SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(_: Any, values: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's context
-        """Give the sum over ranks, of the shape of `values`."""
-        found = values.clone()
-        dist.all_reduce(found)
-        return found
+    def forward(context: Any, values: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ANN401
+        """Give the sum over ranks, of the shape of `values`; `add` adds in place."""
+        context.add = add
+        return add(values.clone())
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
         """Give the sum of the ranks' gradients: each rank's output depends on every input."""
-        found = gradient.clone()
-        dist.all_reduce(found)
-        return found
+        return context.add(gradient.clone()), None
 
 
 def _beside(channels: Tensor, values: Tensor) -> Tensor:
