@@ -48,9 +48,10 @@ class TensorBoardTracker(Tracker):
         self._last = None
         if run.group is not None:
             losses = dict.fromkeys(("train/loss", "eval/loss"), 0)
-            about, typed, self._last = hparams(_values(RunFolder(run.run_folder).typed()), losses)
-            for each in (about, typed):
-                self._writer.file_writer.add_summary(each)
+            typed = _values(RunFolder(run.run_folder).typed())
+            *first, self._last = hparams(typed, losses)  # type: ignore[no-untyped-call] # untyped in torch
+            for each in first:
+                self._add(each)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """See the base class."""
@@ -70,8 +71,12 @@ class TensorBoardTracker(Tracker):
         """See the base class."""
         self._show("result.json", json.dumps(summary, indent=2))
         if self._last is not None and summary is not None:
-            self._writer.file_writer.add_summary(self._last)
+            self._add(self._last)
         self._writer.close()
+
+    def _add(self, summary: Any) -> None:  # noqa: ANN401 - untyped in torch
+        file: Any = self._writer.file_writer
+        file.add_summary(summary)
 
     def _show(self, name: str, text: str) -> None:
         self._writer.add_text(name, f"```\n{text}\n```")
