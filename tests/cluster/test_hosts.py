@@ -46,3 +46,33 @@ def test_hosts_with_other_code_are_refused_in_a_line_that_names_them(other, host
     says = {"trainer": "step-trainer: rank 1 (", "net": "net: its file on two (rank 1) differs"}
     assert errors, hosts.printed()
     assert all(says[other] in line and "two" in line and "one" in line for line in errors)
+
+
+def test_the_lines_of_train_hosts_start_a_run_on_both_hosts_as_they_are_pasted(hosts):
+    (hosts.folder / "net.py").write_text(OWN)
+    # What an engine of containers makes, and a network that hosts do not share: a pair in one host
+    hosts.run(["ip", "link", "add", "docker0", "type", "veth", "peer", "name", "ib0"])
+    for name, address in {"docker0": "172.17.0.1/16", "ib0": "10.78.0.1/24"}.items():
+        hosts.run(["ip", "address", "add", address, "dev", name])
+        hosts.run(["ip", "link", "set", name, "up"])
+    hosts.environment = {"PYTHONPATH": f"{hosts.folder}{os.pathsep}{CHECKOUT}"}
+    in_folder = ["sh", "-c", 'cd "$0" && exec "$@"', str(hosts.folder)]
+    asked = [sys.executable, "-m", "trainer", "hosts", "one", "two", *LINE, "parallel.ranks=2"]
+    by_host = [hosts.run([*in_folder, *asked], number) for number in range(2)]
+    lines = [[each for each in text.splitlines() if each[:3] == "cd "] for text in by_host]
+    # Each host gives both lines, and is named once.
+    assert lines[0] == lines[1], by_host
+    assert all("GLOO_SOCKET_IFNAME=cable" in line for line in lines[0])
+    assert "docker0          172.17.0.1       speed not known, leads to no other host" in by_host[0]
+    # The second host waits for the first.
+    agents = [hosts.start(number, ["sh", "-c", lines[0][number]]) for number in (1, 0)]
+    wait_for(lambda: all(agent.poll() is not None for agent in agents), hosts)
+    assert [agent.returncode for agent in agents] == [0, 0], hosts.printed()
+    (run,) = hosts.folder.glob("outputs/*/*-gpt")
+    assert [entry["step"] for entry in steps(run)] == [*range(1, 11)]
+    # Without any other host in sight there are lines too, and what is missing is said.
+    hosts.run(["ip", "link", "set", "cable", "down"])
+    hosts.run(["ip", "link", "delete", "docker0"])
+    alone = hosts.run([*in_folder, "sh", "-c", 'exec "$0" "$@" 2>&1', *asked])
+    assert "no interface here leads to another host" in alone
+    assert "GLOO_SOCKET_IFNAME" not in alone

@@ -28,7 +28,7 @@ NOT_RUN = {"shell", "cluster", "gpu"}
 
 INSTALLS = ("python3 -m venv", "pip ")
 SMALL = {"steps": "2", "batch.global": "8", "device": "cpu", "wandb.mode": "disabled"}
-PAGES_OF_TEXT = {"doctor", "ls", "recipes", "report", "rm"}
+PAGES_OF_TEXT = {"doctor", "hosts", "ls", "recipes", "report", "rm"}
 """Commands that compose no config."""
 
 RESULTS = ("weights", "adapter", "base")

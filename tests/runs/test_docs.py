@@ -51,6 +51,7 @@ SAID = {  # a page, and what other trainers and newcomers call it; it begins wit
     "how-to/pretrained-images": "transfer learning",
     "how-to/resume": "continue training",
     "how-to/several-gpus": "distributed training, multi-GPU",
+    "how-to/several-hosts": "multi-node, NCCL",
     "how-to/share-a-recipe": "config file",
     "how-to/slurm": "cluster",
     "how-to/spikes": "loss spike",

@@ -31,13 +31,15 @@ class FeatureCommand:
     # What may be typed, with its default; of a list it is one of the words, by default the first
     settings: Mapping[str, Any]
     words: str | None = None  # what its words name, as `RUN`; None where it takes none
+    of_run: bool = False  # whether it takes a run's settings, too, which it gets among its words
 
     def run(self, command: str, lines: Sequence[str]) -> None:
         """Run it, with what was typed behind it."""
         words, typed = list[str](), list[str]()
         for line in lines:
             key, equals, _ = line.partition("=")
-            if equals and _KEY.fullmatch(key):
+            is_own = not self.of_run or key in self.settings
+            if equals and _KEY.fullmatch(key) and is_own:
                 typed.append(line)
             else:
                 words.append(line)
@@ -59,8 +61,10 @@ def feature_commands() -> dict[str, FeatureCommand]:
 
 def show_page(word: str, settings: Sequence[str], own_folder: str | None) -> None:
     """Run a command that composes no config, print the help, or say where a view was written."""
-    if word in feature_commands():
-        feature_commands()[word].run(word, settings)
+    found = feature_commands().get(word)
+    if found is not None:
+        own_options = [f"--config-dir={own_folder}"] * (found.of_run and own_folder is not None)
+        found.run(word, [*settings, *own_options])
     elif word == "help":
         from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
 

@@ -71,7 +71,7 @@ def offers(words: Sequence[str], composer: Composer) -> list[str]:
         found = [f"{name}=" for name in settings or ()]
         if not commands:
             found += COMMAND_HELP
-        if takes_words(commands):
+        if takes_words(commands) and settings is not None:
             names = RunNames(outputs, all_runs(outputs))
             found += [*names.beginning(last), *_folders(last)]
         # It would take a flag for one of its own.
@@ -82,8 +82,8 @@ def offers(words: Sequence[str], composer: Composer) -> list[str]:
 
 def _settings_of(commands: Sequence[str]) -> Mapping[str, Any] | None:
     for command in commands:
-        if command in feature_commands():
-            return feature_commands()[command].settings
+        if (found := feature_commands().get(command)) is not None:
+            return None if found.of_run else found.settings
         if command in PAGE_WORDS:
             return SETTINGS if command in views() else {}
     return None
