@@ -47,7 +47,7 @@ PAGES = {  # what the keys of each page decide, and the how-to pages that set th
     "own": ("code of yours that changes the model, watches or keeps state", "hooks own/index"),
 }
 MOVED = {
-    **dict.fromkeys(("device", "precision", "compile", "deterministic"), "hardware"),
+    **dict.fromkeys(("device", "network", "precision", "compile", "deterministic"), "hardware"),
     **dict.fromkeys(("activation_checkpointing", "num_workers", "profile"), "hardware"),
     **dict.fromkeys(("clip_norm", "ema.decay"), "optimizer"),
     **dict.fromkeys(("hooks", "parts", "transforms", "trust"), "own"),
@@ -65,6 +65,8 @@ HOW_TO = {  # of single keys, where the page of the group is another
     "log.generate_tokens": "generate",
     "step": "checkpoints",
     "matrix": "matrix",
+    "network": "at-large",
+    "checkpoint.bandwidth": "at-large",
     "prompt": "generate",
     "generate.tokens": "generate",
     "generate.temperature": "generate",

@@ -27,6 +27,7 @@ LINES = {
     f"ragged --lengths 64 --exact 64 --trained 1 --steps 1 --rounds 1 {SMALL}": (
         *(("ours {2}", "no padding {2}", "hand loop {2}"), 4),
     ),
+    "ranks --ranks 2,4 --repeats 1": (("2 ranks", "4 ranks"), 6),
     "scale --sizes 1e4 --ragged 1e4": (("vectors", "ragged", "ragged, tokens"), 10),
     "sft --steps 1 --rounds 1 --records 64 --hidden 128 --layers 1 --vocab 300 --length 64": (
         *(("ours {2}",), 3),

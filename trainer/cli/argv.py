@@ -72,7 +72,10 @@ class CommandLine:
         """The overrides, the command word as one of them."""
         if self.command is None:
             return [*self.overrides]
-        return [f"command={self.command}", *self.overrides]
+        typed = [*self.overrides]
+        if self.command == "plan":
+            typed = [re.sub("^ranks=", "parallel.ranks=", each) for each in typed]
+        return [f"command={self.command}", *typed]
 
 
 def split_argv(argv: Sequence[str]) -> CommandLine:

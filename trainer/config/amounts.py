@@ -9,6 +9,7 @@ import math
 import re
 
 ABOVE_0 = r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?"
+BANDWIDTH = re.compile(f"{ABOVE_0}([kMGT])(b|B)(?:ps|/s)")
 EPOCHS = re.compile(f"{ABOVE_0}epochs?")
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
@@ -50,6 +51,15 @@ def parse_time(text: str) -> float | None:
     """Turn `"10min"`, `"2h"` or `"90s"` into seconds; None where it is no time above 0."""
     match = _TIME.fullmatch(text)
     return None if match is None else float(match[1]) * _SECONDS[match[2]] or None
+
+
+def parse_bandwidth(text: str) -> float | None:
+    """Turn `"400Gbps"`, of bits, or `"50GB/s"`, of bytes, into bytes a second, else into None."""
+    match = BANDWIDTH.fullmatch(text)
+    if match is None:
+        return None
+    factor = 1000.0 ** " kMGT".index(match[2])
+    return float(match[1]) * factor / (8 if match[3] == "b" else 1)
 
 
 def step_ranges(value: object) -> list[tuple[int, int]]:

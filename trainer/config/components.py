@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from trainer.config import amounts
 from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, range_texts, whole
 from trainer.config.metric_names import METRICS_KEY, Metrics
 from trainer.config.option_files import LIBRARIES, data_dir, default_options
@@ -50,6 +51,13 @@ Time = Annotated[  # above 0
     Field(
         pattern=r"^(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*) ?(s|min|h)$",
         description="a time such as 10min",
+    ),
+]
+Bandwidth = Annotated[
+    str,
+    Field(
+        pattern=f"^{amounts.BANDWIDTH.pattern}$",
+        description="bits or bytes a second, such as 400Gbps or 50GB/s",
     ),
 ]
 Warmup = Annotated[Natural, _NOT_1_0, _STEPS] | Share

@@ -32,6 +32,7 @@ _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=O
 _ALL += "data.holdout=all"
 _SHOWS = "shows samples under train plan: type train plan ..."
 _FOR_PLAN = "names a card for train plan; a run takes device=cuda or auto"
+_ESTIMATES = "for what train plan estimates; leave it out"
 _NO_PATH = "takes the place of data.path, which these data lack; see eval.sets"
 _ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
 _IS_COMPARED = "compared only by train verify: type train verify matrix=true, or leave it out"
@@ -50,6 +51,8 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
     ("data.show", int, "command", commands_but("plan"), _SHOWS),
     ("eval.predictions", (True,), "command", commands_but("evaluate"), _ARE_WRITTEN),
+    ("network", ..., "command", commands_but("plan"), _ESTIMATES),
+    ("checkpoint.bandwidth", ..., "command", commands_but("plan"), _ESTIMATES),
     ("device", tuple(CARDS), "command", commands_but("plan"), _FOR_PLAN),
     ("data.eval_path", ..., "data.path", (None,), _NO_PATH),
     ("ema.evaluate", (True,), "ema.decay", (None,), "needs an average: type ema.decay=0.999"),

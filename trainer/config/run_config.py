@@ -72,6 +72,7 @@ class RunConfig(Section):
     ema: sections.Ema
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
     device: Literal["auto", "cpu", "cuda"] | CardName
+    network: components.Bandwidth | None
     compile: bool
     deterministic: bool | Literal["layout"]
     activation_checkpointing: bool | components.AutoWord

@@ -51,6 +51,7 @@ class Checkpoint(Section):
     mode: Literal["auto", "min", "max"]
     asynchronous: bool
     on_full: Literal["stop", "continue"]
+    bandwidth: components.Bandwidth | None
 
     @property
     def every_s(self) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from math import isqrt
 from typing import Any, TypeVar, final
 
 import torch
@@ -40,6 +41,9 @@ class World:
     # On the CPU, for what one rank does while the others wait; None where nothing is sent: on one
     # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
+    # Rows and columns of the ranks, over which a few numbers go in turn; none where there is no
+    # such table. Round all ranks at once a message passes each of them: 16 times as many of 1,024.
+    stages: Sequence[dist.ProcessGroup] = field(default=(), compare=False)
     rank_progress: RankProgress = field(default_factory=RankProgress, compare=False)
     compiles: bool = False  # whether a new length may hold up any step, and not the first alone
     times: PhaseTimes = field(default_factory=PhaseTimes, compare=False)  # what its phases took
@@ -82,12 +86,21 @@ class World:
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Add a few numbers over all ranks, in float64; no device is waited for. Collective."""
-        if self.size == 1:
-            return list(numbers)
+        return self._reduce_numbers(numbers, dist.ReduceOp.SUM)
+
+    def max_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Take the largest over all ranks of each of a few numbers, likewise. Collective."""
+        return self._reduce_numbers(numbers, dist.ReduceOp.MAX)
+
+    def _reduce_numbers(
+        self, numbers: Sequence[float], how: dist.ReduceOp.RedOpType
+    ) -> list[float]:
         # On the CPU, which gloo sends.
         given = torch.tensor(numbers, dtype=torch.float64)
-        total: list[float] = self.sum(given).tolist()
-        return total
+        for group in self.stages or (None,):
+            self._wait_in(dist.all_reduce, given, how, group)
+        reduced: list[float] = given.tolist()
+        return reduced
 
     def collect(self, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON
         """Give every rank all ranks' values, in their order, as JSON: no pickle. Collective."""
@@ -104,7 +117,7 @@ class World:
             padded = torch.nn.functional.pad(own, (0, max(counts) - len(own)))
             dist.all_gather(texts, padded, group=group)
         pairs = zip(texts, counts, strict=True)
-        return [json.loads(bytes(each[:count].tolist())) for each, count in pairs]
+        return [json.loads(bytes(each[:count].numpy())) for each, count in pairs]
 
     def unless_stopped(self, build: Callable[[], Value]) -> Value:
         """Build the same on all ranks, unless a signal ends that on any of them. Collective."""
@@ -123,8 +136,30 @@ class World:
         """Do something on the main rank alone; all get what came out, or its error. Collective."""
         if self.long_timeout_group is None:
             return work()
-        value: Value = self.on_all(work if self.is_main else dict[str, Any])[0]  # type: ignore[assignment]
+        answer, failure = dict[str, Any](), None
+        if self.is_main:
+            try:
+                answer = {"value": work()}
+            except TrainError as error:
+                answer, failure = error_to_dict(error), error
+        answer = self._text_of_main(answer)
+        if "value" not in answer:
+            raise failure or error_from_dict(answer)
+        value: Value = answer["value"]
         return value
+
+    def _text_of_main(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Send the main rank's JSON to all. To gather what others do not have grows with ranks."""
+        text, group = bytearray(json.dumps(value).encode()), self.long_timeout_group
+        with self.rank_progress.waiting():
+            count = torch.tensor([len(text)])
+            dist.broadcast(count, 0, group=group)
+            sent = torch.frombuffer(text, dtype=torch.uint8)
+            if not self.is_main:
+                sent = torch.empty(int(count), dtype=torch.uint8)
+            dist.broadcast(sent, 0, group=group)
+        found: dict[str, Any] = json.loads(bytes(sent.numpy()))
+        return found
 
     def on_all(self, work: Callable[[], Value]) -> list[Value]:
         """Give every rank what came out of all, as JSON, or one's `TrainError`. Collective."""
@@ -164,6 +199,11 @@ class World:
         if self.size > 1:
             with self.rank_progress.waiting():
                 collective(*given)
+
+
+def row_length(size: int) -> int:
+    """Give the ranks of a row where all fill a table that is as square as can be; 1 without one."""
+    return max(n for n in range(1, isqrt(size) + 1) if size % n == 0)
 
 
 def rng_key(*parts: int | str) -> int:

@@ -31,7 +31,7 @@ from trainer.core.rank_progress import FIRST_STEP, PhaseTimes, RankProgress
 from trainer.core.run_folder import hold
 from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
-from trainer.core.world import LONG_TIMEOUT, World
+from trainer.core.world import LONG_TIMEOUT, World, row_length
 from trainer.launch.membership import START_TIMEOUT, Membership
 from trainer.report.heartbeat import heartbeat
 from trainer.report.records import num_cores
@@ -122,6 +122,7 @@ def joined_session(
             device_id=device_id,
         )
         group = dist.new_group(backend="gloo", timeout=timeout)
+        stages = _stages(member, timeout)
         # NCCL's communicator takes memory, so it is there before memory limits are read.
         dist.barrier()
     world = replace(
@@ -130,6 +131,7 @@ def joined_session(
         size=member.size,
         local_size=member.local_size,
         long_timeout_group=group,
+        stages=stages,
         rank_progress=rank_progress,
     )
     try:
@@ -141,6 +143,18 @@ def joined_session(
         # Whatever it raises would hide how the command ended.
         with suppress(Exception):
             dist.destroy_process_group()
+
+
+def _stages(member: Membership, timeout: timedelta) -> list[dist.ProcessGroup]:
+    """Make the groups of a rank's row and column, where all ranks fill a table. Collective."""
+    width = row_length(member.size)
+    if width == 1:
+        return []
+    place, found = member.rank % width, list[dist.ProcessGroup]()
+    row = range(member.rank - place, member.rank - place + width)
+    for ranks in (row, range(place, member.size, width)):
+        found.append(dist.new_group([*ranks], timeout, "gloo", use_local_synchronization=True))
+    return found
 
 
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 from collections.abc import Sequence
 from itertools import chain
@@ -37,6 +38,10 @@ def check_consistency(
         "forms": [[n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}"] for n, t in named],
         "values": values,
     }
+    # What a model's size times ranks is too much of: a digest shows whether all is equal.
+    of_all = json.dumps({**facts, "host": ""}, sort_keys=True).encode()
+    if len({*world.collect(hashlib.blake2b(of_all).hexdigest())}) == 1:
+        return
     first, *others = world.collect(facts)
     for rank, mine in enumerate(others, start=1):
         # Some modules, of trackers say, are imported on the first rank alone.

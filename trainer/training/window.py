@@ -126,13 +126,11 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.
         flags = [*mine.used, *(n in mine.metrics for n in names)]
-        peaks = [0] * world.size  # each rank's own
-        peaks[world.rank] = peak_bytes(world.device)
-        given = [float(mine.loss is None), *map(float, flags), *map(float, peaks)]
-        failures, *ranks = world.sum_numbers(given)
-        if failures:
+        given = [float(mine.loss is None), *map(float, flags), float(peak_bytes(world.device))]
+        has_failed, *found, peak = world.max_numbers(given)
+        if has_failed:
             return replace(mine, loss=None)
-        counts = iter([count > 0 for count in ranks])
+        counts = iter([flag > 0 for flag in found])
         used = [next(counts) for _ in mine.used]
         tensors = mine.loss, *map(mine.metrics.get, names), *mine.measured.values()
         numbers = torch.zeros(len(tensors), dtype=torch.float64, device=world.device)
@@ -141,9 +139,8 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
                 numbers[place] = number
         world.sum(numbers)
         sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
-        peak = int(max(ranks[-world.size :]))
         measured = dict(zip(mine.measured, numbers[1 + len(names) :], strict=True))
-        mine = Outcome(numbers[0], used, sums, mine.rows, peak, measured)
+        mine = Outcome(numbers[0], used, sums, mine.rows, int(peak), measured)
     weights = divisors.weights
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)
