@@ -12,6 +12,7 @@ from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError
+from trainer.core.format import expanded
 from trainer.core.run_folder import RunFolder
 from trainer.report.console import Screen
 from trainer.report.hooks import Hook, Hooks
@@ -87,7 +88,7 @@ def _mirrors(
                 group=group_of(folder),
                 config=to_plain(config),
                 plan=plan,
-                outputs=Path(config.outputs).absolute(),
+                outputs=expanded(config.outputs).absolute(),
             )
             mirrors.append(mirror)
     return mirrors

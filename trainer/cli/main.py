@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer import __version__
-from trainer.cli import exit_messages
+from trainer.cli import exit_messages, remote
 from trainer.cli.argv import PAGE_WORDS, CommandLine, split_argv
 from trainer.cli.feature_commands import show_page
 from trainer.config.messages import clip
@@ -92,7 +92,8 @@ def _run(argv: Sequence[str]) -> int:
             hydra.show_cfg("config", [*job.typed], flags["--cfg"], package, resolve=is_resolved)
         return 0
     if job.done is not None:
-        exit_messages.print_out(f"{job.done}\n", is_prose=True)
+        with remote.sent(job.folder):
+            exit_messages.print_out(f"{job.done}\n", is_prose=True)
         return 0
     if global_rank() > 0:
         # The first rank makes the folder, and sends its name to the others.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import get_args
 
 from hydra.core.override_parser.types import Override
 
+from trainer.cli import remote
 from trainer.cli.overrides import quote, read_override
 from trainer.cli.run_names import called, training_names
 from trainer.config.command_words import commands_without_data
@@ -31,6 +32,7 @@ from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import weights_path
 from trainer.core.run_folder import RunFolder
+from trainer.core.urls import is_url
 
 
 def exists(path: str) -> bool:
@@ -63,6 +65,8 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
         listed = value if isinstance(value, list) else [value]
         texts = [*filter(None, listed)]
         if all(isinstance(each, str) for each in texts):
+            if key in declare and key.rpartition(".")[2] in {"path", "eval_path"}:
+                _bring_data(config, texts)
             find = partial(_weights_in_full, config, key) if key in weights else in_full
             paths = [*map(find, texts)]
             line = ",".join(map(quote, paths))
@@ -83,9 +87,16 @@ def _arguments(targets: Mapping[str, str], wanted: object) -> set[str]:
     return found
 
 
+def _bring_data(config: RunConfig, paths: Iterable[str]) -> None:
+    """Bring what URLs name as data, where a command reads data."""
+    if config.command not in commands_without_data():
+        for path in filter(is_url, paths):
+            remote.bring(expanded(path).absolute(), "data")
+
+
 def in_full(path: str) -> str:
     """Make a path absolute; one that is not there may be a name on a hub, and stays."""
-    return path if not exists(path) else str(expanded(path).absolute())
+    return path if is_url(path) or not exists(path) else str(expanded(path).absolute())
 
 
 def _weights_in_full(config: RunConfig, key: str, init: str) -> str:
@@ -93,9 +104,13 @@ def _weights_in_full(config: RunConfig, key: str, init: str) -> str:
 
     A name of weights in the hub's cache means these, whatever runs there are.
     """
+    remote.bring(weights_path(init).absolute())
     if not exists(str(weights_path(init))):
         outputs = expanded(config.outputs).absolute()
-        return str(called(key, init, outputs, suits=RunFolder.steps) or init)
+        remote.bring(outputs, "records")
+        found = called(key, init, outputs, suits=RunFolder.steps)
+        remote.bring(found or outputs, "run" if found else "records")
+        return str(found or init)
     return in_full(init)
 
 
@@ -123,4 +138,4 @@ def refuse_missing(config: RunConfig) -> None:
 
 
 def _below(path: str) -> str:
-    return "" if path.startswith(("~", os.sep)) else f" in {Path.cwd()}"
+    return "" if path.startswith(("~", os.sep)) or is_url(path) else f" in {Path.cwd()}"

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import open_dict
 
-from trainer.cli import saved_runs
+from trainer.cli import remote, saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.exit_messages import print_notes
 from trainer.cli.overrides import (
@@ -31,7 +31,7 @@ from trainer.config.command_words import OF_OTHER_DATA, READING, text_faults, te
 from trainer.config.messages import clip, lookup
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
-from trainer.core.format import shown_path
+from trainer.core.format import expanded, shown_path
 from trainer.core.run_folder import AUTO, RunFolder, step_of
 from trainer.launch.membership import global_rank
 
@@ -159,7 +159,7 @@ def _find(
     command = word_of(overrides, "command")
     if typed != AUTO:
         is_read = command in READING and key == "run"
-        outputs = Path(word_of(overrides, "outputs") or "outputs")
+        outputs = expanded(word_of(overrides, "outputs") or "outputs")
         return saved_runs.find(typed, key, outputs, to_train=not is_read)
     # Composed to know where a run would go
     try:
@@ -168,7 +168,8 @@ def _find(
     except ConfigError:
         # The check of the new run names all that is wrong.
         return None
-    outputs = Path(str(full.outputs)).absolute()
+    outputs = expanded(str(full.outputs)).absolute()
+    answered = remote.bring(outputs, "records")
     folder = Path(str(full.hydra.run.dir)).absolute()
     name = None if full.name is None else str(full.name)
     if key == "run":
@@ -184,7 +185,12 @@ def _find(
         run = None
     else:
         run = saved_runs.newest(outputs, name)
+    if run is None and not answered:
+        # A run that begins anew would stand beside the one that nobody sees.
+        text = "the store does not answer, and no copy of a run is here; leave it out to begin one"
+        raise NoCheckpointError(f"{key}=auto: {text}")
     if run is not None:
+        remote.bring(run.path)
         consent.refuse_odd_files(run.path)
     return run
 

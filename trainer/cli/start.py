@@ -18,6 +18,7 @@ from omegaconf import open_dict
 
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_crash, print_error, print_notes, print_out
+from trainer.cli.remote import sent
 from trainer.config import consent
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
@@ -56,13 +57,14 @@ def start_job(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     # What reads a run may write for another program.
     elif job.note:
         print_notes([job.note.rstrip()])
-    try:
-        return _start(job, composer, is_python=is_python)
-    except BaseException as error:
-        _take_back(made, error)
-        if is_python or isinstance(error, TrainError) or not isinstance(error, Exception):
-            raise
-        return print_crash(error, job.folder)
+    with sent(job.folder):
+        try:
+            return _start(job, composer, is_python=is_python)
+        except BaseException as error:
+            _take_back(made, error)
+            if is_python or isinstance(error, TrainError) or not isinstance(error, Exception):
+                raise
+            return print_crash(error, job.folder)
 
 
 def _start(job: Job, composer: Composer, *, is_python: bool) -> int:

@@ -19,6 +19,7 @@ from trainer.config.messages import Tree, flat, line, lookup, refusals
 from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
 from trainer.core.format import AVERAGED
+from trainer.core.urls import is_url
 
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
 # Of a cut that takes both, so that any two of three sizes do
@@ -135,7 +136,11 @@ def _place_faults(view: Tree) -> Iterator[str]:
     begins = (f"{EVAL_SETS}.{AVERAGED}", f"data.sources.{AVERAGED}")
     for key in {".".join(each.split(".")[:3]): None for each in view if each.startswith(begins)}:
         yield f"{key}: figures of the averaged weights are named so; choose another name"
+    if is_url(str(view["export.to"])):
+        yield line("export.to", view["export.to"], "must be a folder; copy what is written there")
     outputs = str(view["outputs"])
+    if outputs.endswith("://"):
+        yield line("outputs", outputs, "names no bucket; as in s3://bucket/runs")
     if ".." in PurePath(outputs).parts or outputs.startswith("~"):
         yield line("outputs", outputs, "must not lead upwards with .., or begin with ~")
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import IO, TextIO
 
+from trainer.core.urls import copy_of, is_url, url_of
+
 # From here on a number without decimals is written as 1000, and so in the next unit.
 ROUNDS_TO_1000 = 999.5
 
@@ -145,7 +147,9 @@ def lead_nowhere(file: TextIO) -> None:
 
 
 def expanded(typed: str) -> Path:
-    """Read a path as one types it; a `~name` of nobody stays, so that it is not found."""
+    """Read a path as one types it, of a URL that of its copy; a `~name` of nobody stays."""
+    if is_url(typed):
+        return copy_of(typed)
     return Path(os.path.expanduser(typed))  # noqa: PTH111 - of pathlib it raises
 
 
@@ -155,7 +159,12 @@ def python_text(text: str) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Write a path as one would type it from here: relative below the current folder, quoted."""
+    """Write a path as one would type it from here: relative below the current folder, quoted.
+
+    Of a copy it is the URL.
+    """
+    if (url := url_of(path)) is not None:
+        return shlex.quote(url)
     with suppress(ValueError, OSError):
         path = path.absolute().relative_to(Path.cwd())
     return shlex.quote(str(path))

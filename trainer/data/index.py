@@ -30,8 +30,8 @@ import numpy.typing as npt
 from trainer.config.messages import first_of
 from trainer.core import signals
 from trainer.core.durable import make_own_folder
-from trainer.core.errors import ConfigError, DataError
-from trainer.core.format import expanded
+from trainer.core.errors import DataError
+from trainer.core.urls import cache_folder
 from trainer.data.samples import KeyArray
 from trainer.plan.cut import IntArray
 
@@ -126,16 +126,6 @@ def refuse_many(bad: Sequence[str], total: int) -> None:
             f"data: {len(bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
             f"data.on_bad=skip allows; mend or remove them: {first_of(bad)}"
         )
-
-
-def cache_folder() -> Path:
-    """Name the user's cache folder: `TRAIN_CACHE`, or `step-trainer` below the system's."""
-    if typed := os.environ.get("TRAIN_CACHE"):
-        path = expanded(typed)
-        if path.parts[0].startswith("~"):
-            raise ConfigError(f"TRAIN_CACHE={typed}: no such user; name a folder")
-        return path.absolute()
-    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "step-trainer"
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from trainer.config.messages import clip
 from trainer.core import durable
-from trainer.data.index import cache_folder
+from trainer.core.urls import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.records import device_name
 from trainer.tune.flops import ComputeCounts

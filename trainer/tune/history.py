@@ -14,7 +14,7 @@ from typing import Annotated, final
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.core import durable
-from trainer.data.index import cache_folder
+from trainer.core.urls import cache_folder
 
 MOST_BYTES = 2**20  # of the file; its older half is dropped then
 # A smaller prediction says less than the rest of a process takes

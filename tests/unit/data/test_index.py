@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.errors import DataError
-from trainer.data.index import cache_folder, cached_index
+from trainer.core.urls import cache_folder
+from trainer.data.index import cached_index
 from trainer.data.split import held_out_count, held_out_mask
 
 DOCUMENTS = [b"some text", b"", b"\x00\xff" * 9]

@@ -16,7 +16,7 @@ from trainer.config.secrets import is_secret
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, number, size
 from trainer.core.gpu import has_fast_bf16
-from trainer.data.index import cache_folder
+from trainer.core.urls import cache_folder
 from trainer.report import records
 from trainer.tune import history
 from trainer.tune.memory_limit import memory_limit

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data import index
+from trainer.core.urls import cache_folder
 from trainer.data.conversation import ASSISTANT, normalize_messages
 from trainer.data.samples import DataRecord
 from trainer.features.hugging_face import encode, label_encoders
@@ -63,7 +63,7 @@ def _answers(
     column = trained.get("columns", {}).get(WORDS["formats"][form.name].get("reference"))
     if form.name not in {"choices", "span"} and column is None:
         yield from repeat({})
-    with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
+    with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
         parts, _ = source.load(Path(scratch))
         for batch in parts[part].iter(encode.BATCH):
             for record in encode.records_of(batch, is_json=source.kind == "json"):

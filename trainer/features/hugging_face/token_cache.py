@@ -17,6 +17,7 @@ from typing import Any, final
 import numpy as np
 
 from trainer.core.errors import DataError
+from trainer.core.urls import cache_folder
 from trainer.data import index
 from trainer.data.documents import SampleKind
 from trainer.data.files import progress
@@ -62,11 +63,11 @@ def cached_records(
     # What a name on the hub stands for is known once it is loaded.
     loaded, state = None, source.digest
     if source.kind == "hub":
-        loaded = source.load(index.cache_folder())
+        loaded = source.load(cache_folder())
         state = str(sorted(str(part._fingerprint) for part in loaded[0].values()))
 
     def build(add: index.Add) -> tuple[list[str], dict[str, Any]]:
-        with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
+        with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
             num_records = {part: len(records) for part, records in parts.items()}
             # By part, the numbers of the records that are read

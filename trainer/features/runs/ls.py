@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.cli import remote
 from trainer.cli.exit_messages import print_notes
 from trainer.cli.run_names import RunNames
 from trainer.config.messages import by_key, clip, show
@@ -43,6 +44,7 @@ def list_runs(words: Sequence[str], settings: Mapping[str, str]) -> None:
     last = settings["last"]
     if not last.isdecimal() or int(last) < 1:
         raise ConfigError(clip(f"last={last}: must be a whole number of at least 1, e.g. 20"))
+    remote.bring(outputs.absolute(), "records")
     if not outputs.is_dir() and settings["outputs"] != "outputs":
         raise ConfigError(clip(f"outputs={settings['outputs']}: no such folder"))
     found = [*all_runs(outputs)]

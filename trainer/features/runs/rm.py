@@ -20,6 +20,7 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import expanded, plural, shown_path, size
 from trainer.core.run_folder import RunFolder, all_runs, hold, is_locked, is_sweep, lock_holder
+from trainer.core.urls import is_url
 from trainer.features.runs.state import progress_of, word_of_state
 
 _YES = ("y", "yes")
@@ -47,6 +48,9 @@ def remove_runs(words: Sequence[str], settings: Mapping[str, str]) -> None:
     """Find the runs, show what goes, ask, and remove them."""
     if not words:
         raise ConfigError("train rm: needs a run: train rm RUN [RUN ...]; train ls lists them")
+    if is_url(settings["outputs"]):
+        fault = "nothing is removed from a store; use its own program"
+        raise ConfigError(clip(f"outputs={settings['outputs']}: {fault}"))
     outputs = expanded(settings["outputs"]).absolute()
     names, faults = RunNames(outputs, all_runs(outputs)), list[str]()
     folders = dict[Path, Removal]()

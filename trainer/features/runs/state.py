@@ -13,6 +13,7 @@ from trainer.config.metric_mode import mode_of
 from trainer.core.errors import ConfigError
 from trainer.core.format import loss, number
 from trainer.core.run_folder import RunFolder, RunState, is_locked
+from trainer.core.urls import url_of
 from trainer.report.journal import MOST_STEPS, Entry, is_number, read_end
 
 
@@ -37,7 +38,9 @@ class HeldOutFigure:
 def word_of_state(run: RunFolder) -> str:
     """Give its state in a word: `killed` where its process is gone, `-` where it says nothing."""
     state = run.record(RunFolder.STATUS).get("state")
-    if state == "running" and not is_locked(run.path):
+    # Of a run on another machine nobody here sees the lock.
+    is_elsewhere = url_of(run.path) is not None and not (run.path / RunFolder.LOCK).exists()
+    if state == "running" and not is_elsewhere and not is_locked(run.path):
         return "killed"
     # By its search
     if str(run.record(RunFolder.RESULT).get("stopped")).startswith("pruned:"):

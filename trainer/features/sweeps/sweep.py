@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from rich.console import Console
 
+from trainer.cli import remote
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_error
 from trainer.cli.overrides import (
@@ -35,6 +36,7 @@ from trainer.config.consent import ONLY_TYPED
 from trainer.config.messages import clip, line
 from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
+from trainer.core.format import expanded
 from trainer.core.run_folder import AUTO, GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolder, hold
 from trainer.core.signals import raise_on_interrupt
 from trainer.features.sweeps import launchers, table
@@ -60,7 +62,8 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
         sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
         raise_on_interrupt()
         durable.make_folders(sweep.folder)
-        with hold(sweep.folder):  # a sweep that another process runs is that one's to report
+        # A sweep that another process runs is that one's to report.
+        with remote.sent(sweep.folder), hold(sweep.folder):
             try:
                 _start(sweep, composer, hydra)
             except KeyboardInterrupt:
@@ -129,7 +132,10 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         if is_search and not is_optuna:
             raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
         file = SEARCH_FILE if is_optuna else GRID_FILE
-        found = newest_sweep(Path(first.config.outputs).absolute(), typed, file)
+        outputs = expanded(first.config.outputs).absolute()
+        remote.bring(outputs, "records")
+        found = newest_sweep(outputs, typed, file)
+        remote.bring(found or outputs, "run" if found else "records")
     folder = found or Path(str(record.sweep.dir)).absolute()
     search = None
     if is_optuna:

@@ -1,0 +1,203 @@
+"""Runs and data by URL: what a store shows at any moment, and from which copy a run goes on."""
+
+import hashlib
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.lib.run_folders import left_run
+from tests.lib.run_support import go, in_use, shell, steps
+from trainer import train
+from trainer.checkpoint.manifest import FileDigest, Manifest, dump, parse_manifest, verify_folder
+from trainer.cli.remote import bring, sent
+from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.urls import copies_folder, copy_of, url_of
+from trainer.data.text import Text
+from trainer.features.storage.sending import Sender
+from trainer.features.storage.store import Store, StoreError
+
+RUNS = "flaky://bucket/runs"
+URL = f"{RUNS}/day/1-train"
+CHANGES = ("put_file", "pipe_file", "rm")
+
+
+class Flaky(MemoryFileSystem):
+    """A store in memory that refuses from its n-th change on, in its midst, or answers nothing."""
+
+    protocol, store, pseudo_dirs = "flaky", {}, [""]
+    changes_left, is_away = None, False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.removeprefix("flaky://"))
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if Flaky.is_away and name in (*CHANGES, "find", "cat_file", "get_file", "exists"):
+            raise ConnectionError("no network")
+        return (lambda *a, **k: self.change(found, *a, **k)) if name in CHANGES else found
+
+    def change(self, made, *args, **options):
+        if Flaky.changes_left == 0:
+            raise ConnectionError("refused")
+        Flaky.changes_left = Flaky.changes_left and Flaky.changes_left - 1
+        return made(*args, **options)
+
+
+@pytest.fixture(autouse=True)
+def store(cache, monkeypatch):
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    for name, value in {"store": {}, "pseudo_dirs": [""], "changes_left": None}.items():
+        monkeypatch.setattr(Flaky, name, value)
+    monkeypatch.setattr(Flaky, "is_away", False)
+    monkeypatch.setattr("trainer.features.storage.sending.SEND_POLL_S", 0.02)
+    MemoryFileSystem.store.clear()
+    return Flaky()
+
+
+def left_checkpoint(run, step, content=b"weights"):
+    """Write a checkpoint of one file by hand."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(content)
+    digest = FileDigest(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    manifest = Manifest(step=step, files={"model.safetensors": digest}, parts={})
+    (folder / "manifest.json").write_bytes(dump(manifest))
+    return folder
+
+
+def whole_steps(store):
+    """The steps that a reader finds; each has all files of its manifest, as they were written."""
+    steps = []
+    for path in store.glob("/bucket/runs/day/1-train/checkpoints/*/manifest.json"):
+        manifest = parse_manifest(store.cat_file(path))
+        for name, digest in manifest.files.items():
+            content = store.cat_file(f"{path.removesuffix('manifest.json')}{name}")
+            assert hashlib.sha256(content).hexdigest() == digest.sha256
+        steps.append(manifest.step)
+    return steps
+
+
+def test_a_run_is_in_the_store_is_listed_and_goes_on_on_another_machine(capsys):
+    run = go("checkpoint.every=2 steps=4 outputs=memory://bucket/runs")
+    url, files = url_of(run.folder), "checkpoints/step-00000004/*"
+    written = {file.name: file.read_bytes() for file in run.folder.glob(files)}
+    shutil.rmtree(copies_folder())
+    capsys.readouterr()
+    assert shell("ls outputs=memory://bucket/runs") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[1:3] == ["completed", "4/4"]
+    assert not [*copies_folder().rglob("*.safetensors")]
+    bring(copy_of(url))
+    assert {file.name: file.read_bytes() for file in run.folder.glob(files)} == written
+    shutil.rmtree(copies_folder())
+    resumed = train([f"resume={url}", "trust=[tests]", "steps=6"])
+    assert resumed.folder == run.folder
+    assert [entry["step"] for entry in steps(resumed)] == [*range(1, 7)]
+    there = MemoryFileSystem().glob(f"{url.removeprefix('memory:/')}/checkpoints/*/manifest.json")
+    assert [Path(each).parent.name for each in there] == ["step-00000004", "step-00000006"]
+    status = json.loads(Store(url).read("status.json"))
+    assert (status["state"], status["step"]) == ("completed", 6)
+
+
+def test_no_refusal_at_any_change_shows_a_manifest_without_its_files(store):
+    copy, other = copy_of(URL), b"of a step that was taken again"
+    for refused in itertools.count():
+        shutil.rmtree(copy, ignore_errors=True)
+        Flaky.store.clear()
+        left_run(copy)
+        left_checkpoint(copy, 2)
+        left_checkpoint(copy, 4)
+        sender = Sender(copy, Store(URL))
+        assert not sender.send()
+        assert whole_steps(store) == [2, 4]
+        # One is pruned, one is new, and one is another than the store has.
+        shutil.rmtree(copy / "checkpoints")
+        left_checkpoint(copy, 4, other)
+        left_checkpoint(copy, 6)
+        sender._checkpoints.remove("checkpoints/step-00000004")
+        Flaky.changes_left = refused
+        fault = sender.send()
+        found = whole_steps(store)
+        Flaky.changes_left = None
+        assert not sender.send(is_last=True)
+        assert whole_steps(store) == [4, 6]
+        assert (copy / ".sent").exists()
+        if not fault:
+            break
+        assert fault == "ConnectionError: refused"
+        assert found, "the older ones are there until a new one is whole"
+    assert refused > 5
+
+
+def test_the_end_of_a_run_says_what_the_store_lacks_and_the_next_start_sends_it(store, capsys):
+    left_checkpoint(left_run(copy_of(URL)), 4)
+    Flaky.is_away = True
+    with (
+        pytest.raises(SaveError, match=r"lacks the end of this run .*train resume=flaky"),
+        sent(copy_of(URL)),
+    ):
+        pass
+    assert capsys.readouterr().err.count("the run goes on") == 1
+    assert not bring(copy_of(URL))
+    assert "its copy on this machine is used" in capsys.readouterr().err
+    assert verify_folder(copy_of(URL) / "checkpoints/step-00000004").step == 4
+    Flaky.is_away = False
+    with sent(copy_of(URL)):
+        pass
+    assert whole_steps(store) == [4]
+
+
+def test_the_newest_intact_checkpoint_of_store_and_copy_is_what_a_run_goes_on_from():
+    copy = left_run(copy_of(URL), status={"state": "failed", "step": 4})
+    weights = left_checkpoint(copy, 4) / "model.safetensors"
+    assert not Sender(copy, Store(URL)).send()
+    theirs, ours = (copy / "status.json").read_text(), '{"state": "completed", "step": 5}'
+    (copy / "status.json").write_text(ours)
+    with in_use(copy):
+        bring(copy)
+    bring(copy)
+    assert (copy / "status.json").read_text() == ours, "this machine could not send it"
+    weights.write_bytes(b"torn")
+    (copy / ".sent").touch()
+    bring(copy)
+    assert (copy / "status.json").read_text() == theirs
+    assert verify_folder(weights.parent).step == 4
+    # Half of a checkpoint, and an object that would stand outside of the folder
+    Store(URL).put("checkpoints/step-00000006/model.safetensors", b"weights")
+    Store(URL).put("../../../x", b"")
+    (copy / ".sent").unlink()
+    shutil.rmtree(copy / "checkpoints")
+    bring(copy_of(RUNS), "records")
+    assert [each.name for each in copy.glob("checkpoints/*")] == ["step-00000004"]
+    assert not [*copies_folder().rglob("x")]
+    Flaky.is_away = True
+    bring(copy)
+    assert not [*copy.glob("checkpoints/*")], "without its tensors it is none"
+
+
+def test_no_run_begins_anew_while_the_store_does_not_answer():
+    Flaky.is_away = True
+    with pytest.raises(NoCheckpointError, match="does not answer, and no copy of a run is here"):
+        go(f"outputs={RUNS} resume=auto")
+
+
+def test_data_are_read_anew_where_they_changed_and_from_the_copy_without_a_network(store):
+    url = "flaky://bucket/texts"
+    for name, text in {"a.txt": "first\n", "b.txt": "second\n"}.items():
+        Store(url).put(name, text.encode())
+    bring(copy_of(url), "data")
+    assert len(Text(url, holdout=0.5)) == 1
+    Store(url).remove("b.txt")
+    Store(url).put("a.txt", b"first\n\nthird\n\nlast\n")
+    bring(copy_of(url), "data")
+    assert [file.name for file in copy_of(url).iterdir()] == ["a.txt"]
+    Flaky.is_away = True
+    assert not bring(copy_of(url), "data")
+    assert "third" in (copy_of(url) / "a.txt").read_text()
+    with pytest.raises(StoreError, match="ConnectionError: no network"):
+        Store(url).objects()
