@@ -1,11 +1,13 @@
 """Runs over two hosts that torchrun starts: a rank that is lost, and hosts that differ."""
 
+import os
 import shutil
+import sys
 
 import pytest
 
 from tests.lib.cli_support import CHECKOUT
-from tests.lib.host_runs import C10D, OWN, STATIC, started
+from tests.lib.host_runs import C10D, LINE, OWN, STATIC, codes, started
 from tests.lib.nightly import LIMIT_S
 from tests.lib.run_support import read_json, steps
 
@@ -18,8 +20,8 @@ def test_a_rank_that_is_killed_once_is_started_again_and_the_run_completes(
     killed, rendezvous, hosts
 ):
     (hosts.folder / "net.py").write_text(OWN)
-    codes = started(hosts, [hosts.folder] * 2, *rendezvous, KILLED=killed)
-    assert codes == [0, 0], hosts.printed()
+    ended = started(hosts, [hosts.folder] * 2, *rendezvous, KILLED=killed)
+    assert ended == [0, 0], hosts.printed()
     assert (hosts.folder / "killed").exists()
     (run,) = hosts.folder.glob("outputs/*/*-gpt")
     assert read_json(run / "status.json")["state"] == "completed"
@@ -66,8 +68,7 @@ def test_the_lines_of_train_hosts_start_a_run_on_both_hosts_as_they_are_pasted(h
     assert "docker0          172.17.0.1       speed not known, leads to no other host" in by_host[0]
     # The second host waits for the first.
     agents = [hosts.start(number, ["sh", "-c", lines[0][number]]) for number in (1, 0)]
-    wait_for(lambda: all(agent.poll() is not None for agent in agents), hosts)
-    assert [agent.returncode for agent in agents] == [0, 0], hosts.printed()
+    assert codes(hosts, agents) == [0, 0], hosts.printed()
     (run,) = hosts.folder.glob("outputs/*/*-gpt")
     assert [entry["step"] for entry in steps(run)] == [*range(1, 11)]
     # Without any other host in sight there are lines too, and what is missing is said.
