@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def work(config: RunConfig, member: Membership, repeats: int, begin: Any, answer
     torch.set_num_threads(1)
     begin.wait()
     start = time.perf_counter()
-    with joined_session(config, member, RankProgress()) as world:
+    with joined_session(config, Path(), member, RankProgress()) as world:
         found = {"join": time.perf_counter() - start}
         flags = torch.tensor(FLAGS, dtype=torch.float64)
         kinds: dict[str, Callable[[], Any]] = {

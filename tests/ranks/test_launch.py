@@ -166,4 +166,5 @@ def test_a_joined_rank_says_what_it_alone_found_before_the_ranks_met(tmp_path):
     lone = start(tmp_path / "run", "device=cuda", **joined, MASTER_PORT=str(free_port()))
     code, (error,) = finish(lone)
     assert code == 2
-    assert error.startswith("train: error: rank 1, the start: device=cuda: no GPU is usable here")
+    says = f"rank 1 on {socket.gethostname()}, the start: device=cuda: no GPU is usable here"
+    assert error.startswith(f"train: error: {says}")

@@ -15,11 +15,10 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config.command_words import READING
 from trainer.config.run_config import RunConfig, digests, from_text, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
@@ -30,13 +29,12 @@ from trainer.core.run_folder import RunFolder
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
-from trainer.report.heartbeat import heartbeat
 from trainer.report.mirror import is_hanging
 
 if TYPE_CHECKING:
     from trainer.core.world import World
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _NOTHING = digests({"resume": None})["resume"]
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -76,16 +74,14 @@ def _work(
     """Run the command among the other ranks, and describe how it ended."""
     folder, has_met, hosts = Path(job["folder"]), False, dict[int, list[str]]()
     try:
-        with ExitStack() as opened, stop_signals(ends_at_second=False) as stop:
+        with stop_signals(ends_at_second=False) as stop:
             from trainer.commands.verify_sync import verify_sync  # noqa: PLC0415 - imports torch
             from trainer.launch.session import joined_session, run_rank  # noqa: PLC0415 - imports torch
 
             config = from_text(job["config"])
-            if member.rank == 0 and config.command not in READING:
-                opened.enter_context(heartbeat(folder, rank_progress))
             if member.is_ours:
                 _redirect(RunFolder(folder).rank_log(config.command, member.rank))
-            with joined_session(config, member, rank_progress) as world:
+            with joined_session(config, folder, member, rank_progress) as world:
                 has_met = True
                 hosts |= enumerate(world.collect(_names_of_host(member)))
                 folder = _agree(config, folder, world)
@@ -94,9 +90,7 @@ def _work(
                     _redirect(run.rank_log(config.command, member.rank))
                     if member.rank > 0:
                         _log_to(run.host_log(socket.gethostname()), f"rank {member.rank}")
-                    _logger.info(
-                        "process %d, %s, of %d ranks", os.getpid(), world.device, world.size
-                    )
+                    _log.info("process %d, %s, of %d ranks", os.getpid(), world.device, world.size)
                     (records.folder / Records.RUN).symlink_to(folder)
                 # One process verifies; ranks of ours are there for what it cannot try.
                 if member.is_ours and config.command == "verify":

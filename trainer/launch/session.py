@@ -94,13 +94,13 @@ def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     world = replace(_prepare(config), size=size, local_size=size)
     if config.command in READING:
         return run_rank(config, folder, world, stop)
-    with hold(folder), recorded(config, folder), heartbeat(folder, world.rank_progress):
+    with hold(folder), recorded(config, folder), heartbeat(config, folder, world.rank_progress):
         return run_rank(config, folder, world, stop)
 
 
 @contextmanager
 def joined_session(
-    config: RunConfig, member: Membership, rank_progress: RankProgress
+    config: RunConfig, folder: Path, member: Membership, rank_progress: RankProgress
 ) -> Iterator[World]:
     """Set this rank up, wait for the others, and part from them in good order. Collective."""
     world = _prepare(config, gpu_index(member, len(gpu.devices())))
@@ -112,37 +112,39 @@ def joined_session(
         # NCCL reduces gradients, gloo what is counted on the host.
         backend, device_id = f"cpu:gloo,{gpu.DEVICE_TYPE}:nccl", world.device
     timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
-    with rank_progress.waiting():
-        dist.init_process_group(
-            backend,
-            store=_open_store(member),
+    # Refreshed while the others are waited for, too.
+    with heartbeat(config, folder, rank_progress, member.rank):
+        with rank_progress.waiting():
+            dist.init_process_group(
+                backend,
+                store=_open_store(member),
+                rank=member.rank,
+                world_size=member.size,
+                timeout=timeout,
+                device_id=device_id,
+            )
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            stages = _stages(member, timeout)
+            # NCCL's communicator takes memory, so it is there before memory limits are read.
+            dist.barrier()
+        world = replace(
+            world,
             rank=member.rank,
-            world_size=member.size,
-            timeout=timeout,
-            device_id=device_id,
+            size=member.size,
+            local_size=member.local_size,
+            long_timeout_group=group,
+            stages=stages,
+            rank_progress=rank_progress,
         )
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        stages = _stages(member, timeout)
-        # NCCL's communicator takes memory, so it is there before memory limits are read.
-        dist.barrier()
-    world = replace(
-        world,
-        rank=member.rank,
-        size=member.size,
-        local_size=member.local_size,
-        long_timeout_group=group,
-        stages=stages,
-        rank_progress=rank_progress,
-    )
-    try:
-        yield world
-        # What still refers to the groups aborts the process when they are gone.
-        gc.collect()
-        world.barrier()
-    finally:
-        # Whatever it raises would hide how the command ended.
-        with suppress(Exception):
-            dist.destroy_process_group()
+        try:
+            yield world
+            # What still refers to the groups aborts the process when they are gone.
+            gc.collect()
+            world.barrier()
+        finally:
+            # Whatever it raises would hide how the command ended.
+            with suppress(Exception):
+                dist.destroy_process_group()
 
 
 def _stages(member: Membership, timeout: timedelta) -> list[dist.ProcessGroup]:

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
+from trainer.config.command_words import READING
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import SaveError
 from trainer.core.rank_progress import RankProgress
 from trainer.core.run_folder import RunFolder
@@ -15,8 +17,10 @@ EVERY_S = 15.0  # of the 30 that are promised, since a disk may be slow
 
 
 @contextmanager
-def heartbeat(folder: Path, progress: RankProgress) -> Iterator[None]:
-    """Refresh status.json from a thread, until the block ends."""
+def heartbeat(
+    config: RunConfig, folder: Path, progress: RankProgress, rank: int = 0
+) -> Iterator[None]:
+    """Let the first rank refresh status.json from a thread, unless the run is only read."""
     is_over = Event()
 
     def beat() -> None:
@@ -26,9 +30,11 @@ def heartbeat(folder: Path, progress: RankProgress) -> Iterator[None]:
                 RunFolder(folder).refresh_status(progress.read())
 
     thread = Thread(target=beat, name="heartbeat", daemon=True)
-    thread.start()
+    if rank == 0 and config.command not in READING:
+        thread.start()
     try:
         yield
     finally:
         is_over.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.run_support import in_use
+from tests.reliability import lab
 from trainer.core.errors import SaveError
 from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.run_folder import RunFolder, RunInUseError, hold, is_locked, step_of
@@ -115,7 +116,7 @@ def test_a_thread_says_for_a_watchdog_where_a_run_is_and_when_its_last_step_ende
         progress.write(RankPosition(step=7, phase="data"))
         began = time.time()
         progress.write(RankPosition(step=7, phase="compute", micro_batch=2))
-        with heartbeat.heartbeat(tmp_path, progress):
+        with heartbeat.heartbeat(lab.config(), tmp_path, progress):
             until = time.monotonic() + 30
             while "at" not in run.status() and time.monotonic() < until:
                 time.sleep(0.01)

@@ -28,7 +28,7 @@ def test_a_fault_of_parting_from_the_other_ranks_does_not_hide_how_the_command_e
     member = Membership(rank=0, size=1, local_rank=0, local_size=1, address=address)
 
     def fail() -> None:
-        with joined_session(config, member, RankProgress()):
+        with joined_session(config, tmp_path, member, RankProgress()):
             dist.destroy_process_group()
             raise ValueError("the first")
 

@@ -274,10 +274,8 @@ def _estimated(
 ) -> tuple[Tensor, ...]:
     """Give the sums of each layer's values over the first samples of the training data."""
     loader, cursor, device = feed.data.loader, feed.data.order.start, model.world.device
-    ways, snapshot = (
-        [(layer.mode, layer.sum_over_ranks) for layer in layers],
-        Snapshot(model.module),
-    )
+    ways = [(layer.mode, layer.sum_over_ranks) for layer in layers]
+    snapshot = Snapshot(model.module)
     snapshot.take()
     model.gather()
     with evaluating(model.module), Casts(model.module).once(device.type):
