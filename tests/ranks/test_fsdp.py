@@ -63,8 +63,8 @@ class Load:
         shape = {"width": self.width, "num_layers": self.num_layers, "tied": self.tied}
         return GPT(VOCABULARY, **shape, **SMALL)
 
-    def predict(self, size: int) -> MemoryEstimate:
-        """What a run on so many ranks is predicted to need of each."""
+    def predict(self, size: int, shards: int = 0) -> MemoryEstimate:
+        """What a run on so many ranks, or of more shards, is predicted to need of each."""
         tokens = torch.zeros(1, 24, dtype=torch.int64)
 
         @contextmanager
@@ -88,6 +88,7 @@ class Load:
             model=stage,
             make_fields=Tiled({"input_ids": tokens, "labels": tokens}, 24),
             fake_ranks=whole if self.is_whole else fake_ranks,
+            shards=(size, shards or size),
         )
         return predict_peak(work, Shape(self.micro, 24), recompute=self.recompute)
 
@@ -147,6 +148,14 @@ LOADS = [
 def test_the_predicted_peak_of_a_rank_is_the_measured_one(ranks, size, load):
     for found, predicted in ranks.run(size, both, load):
         assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("sync", ["deferred", slow("immediate")])
+def test_of_many_ranks_few_are_run_whose_shards_shrink_to_those_of_all(sync):
+    load = Load(sync, width=64, micro=1)
+    few, every = load.predict(8, shards=32), load.predict(32)
+    assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=5e-3)
+    assert few.peak_bytes < 0.9 * load.predict(8).peak_bytes
 
 
 def like_gpt2() -> nn.Module:

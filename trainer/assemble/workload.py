@@ -22,21 +22,26 @@ from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.packed_documents import unpacked
 from trainer.tune.workload import Tiled, Workload, measured_dims
 
+FAKE_SHARDS = 16  # of more, which take minutes, a rank holds less in proportion
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
 
 def workload_of(run: Run) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world, setup = run.world, run.model.setup
-    ranks = None
+    ranks, size, shards = None, world.size, (1, 1)
+    if run.is_sharded:
+        size = min(size, FAKE_SHARDS * setup.replicas)
+        shards = size // setup.replicas, world.size // setup.replicas
     if run.is_sharded or setup.mode == "ddp":
-        ranks = partial(setup.fake_ranks, world.size, run.model.bind, world.device)
+        ranks = partial(setup.fake_ranks, size, run.model.bind, world.device)
     return Workload(
         model=run.model,
         make_fields=_tiled(run),
         ema_decay=run.config.ema.decay,
         compiled=run.config.compile,
         fake_ranks=ranks,
+        shards=shards,
     )
 
 

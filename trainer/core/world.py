@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from math import isqrt
 from typing import Any, TypeVar, final
 
 import torch
@@ -41,8 +40,8 @@ class World:
     # On the CPU, for what one rank does while the others wait; None where nothing is sent: on one
     # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
-    # Rows and columns of the ranks, over which a few numbers go in turn; none where there is no
-    # such table. Round all ranks at once a message passes each of them: 16 times as many of 1,024.
+    # Small groups of ranks, over which a few numbers go in turn; none where one would be all ranks.
+    # Round all ranks at once a message passes each of them: of 4,096 it takes 230 times as long.
     stages: Sequence[dist.ProcessGroup] = field(default=(), compare=False)
     rank_progress: RankProgress = field(default_factory=RankProgress, compare=False)
     compiles: bool = False  # whether a new length may hold up any step, and not the first alone
@@ -201,9 +200,13 @@ class World:
                 collective(*given)
 
 
-def row_length(size: int) -> int:
-    """Give the ranks of a row where all fill a table that is as square as can be; 1 without one."""
-    return max(n for n in range(1, isqrt(size) + 1) if size % n == 0)
+def stage_sizes(size: int) -> list[int]:
+    """Give the sizes of the groups of `World.stages`: fours or primes, whose product is `size`."""
+    found = list[int]()
+    while size > 1:
+        found.append(next(n for n in (4, *range(2, size + 1)) if size % n == 0))
+        size //= found[-1]
+    return found
 
 
 def rng_key(*parts: int | str) -> int:

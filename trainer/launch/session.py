@@ -31,7 +31,7 @@ from trainer.core.rank_progress import FIRST_STEP, PhaseTimes, RankProgress
 from trainer.core.run_folder import hold
 from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
-from trainer.core.world import LONG_TIMEOUT, World, row_length
+from trainer.core.world import LONG_TIMEOUT, World, stage_sizes
 from trainer.launch.membership import START_TIMEOUT, Membership
 from trainer.report.heartbeat import heartbeat
 from trainer.report.records import num_cores
@@ -148,14 +148,13 @@ def joined_session(
 
 
 def _stages(member: Membership, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """Make the groups of a rank's row and column, where all ranks fill a table. Collective."""
-    width = row_length(member.size)
-    if width == 1:
-        return []
-    place, found = member.rank % width, list[dist.ProcessGroup]()
-    row = range(member.rank - place, member.rank - place + width)
-    for ranks in (row, range(place, member.size, width)):
-        found.append(dist.new_group([*ranks], timeout, "gloo", use_local_synchronization=True))
+    """Make the groups of a rank, one of each stage, where there are several. Collective."""
+    sizes, stride, found = stage_sizes(member.size), 1, list[dist.ProcessGroup]()
+    for size in sizes * (len(sizes) > 1):
+        first = member.rank - member.rank // stride % size * stride
+        ranks = [*range(first, first + size * stride, stride)]
+        found.append(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True))
+        stride *= size
     return found
 
 

@@ -133,11 +133,27 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
             with fake_micro_batch(work, shape, recompute=recompute) as (theirs, fields, lay_out):
                 if compiled:  # these graphs count towards the same limit as the run's
                     compile_model(theirs.model.module, 2 * COMPILED_SHAPES, backend=UNFUSED)
-                found.append(fullest_steps(theirs, lay_out(theirs.model.module), fields))
+                fullest = fullest_steps(theirs, lay_out(theirs.model.module), fields)
+                found.append(_of_all_ranks(fullest, work))
     finally:
         only_peak.reset(everything)
     # Upper bounds, both: what Inductor fuses takes no more than unfused, nor than uncompiled.
     return min(found, key=lambda estimate: estimate.peak_bytes)
+
+
+def _of_all_ranks(found: MemoryEstimate, work: Workload) -> MemoryEstimate:
+    """Shrink the shards of a rank to what it holds of them among all ranks of the run."""
+    run, shards = work.shards
+    weights = sum(each.nbytes for each in work.model.module.parameters())
+    # Beside its shards a rank has gathered weights, and gradients that are whole within a window.
+    less = {"parameters": weights // run - weights // shards}
+    names = ["optimizer_state", "average"]
+    if work.model.setup.sync.lockstep:
+        names.append("gradients")
+    for name in names:
+        less[name] = getattr(found, name) * (shards - run) // shards
+    parts = {name: getattr(found, name) - less[name] for name in less}
+    return replace(found, peak_bytes=found.peak_bytes - sum(less.values()), **parts)
 
 
 @final
@@ -235,7 +251,7 @@ def resting(work: Workload) -> MemoryEstimate:
             # Without a window a rank in shards has no more than in one.
             setup = replace(theirs.model.setup, sync=Deferred())
             apart = replace(theirs, model=replace(theirs.model, setup=setup))
-            return fullest_steps(apart, lay_out(theirs.model.module))
+            return _of_all_ranks(fullest_steps(apart, lay_out(theirs.model.module)), apart)
     except CannotRunFake:
         # An optimizer that needs values, too, runs on a copy of the model.
         return fullest_steps(

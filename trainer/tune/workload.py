@@ -53,6 +53,10 @@ class Workload:
     # Lends a way to lay copies out over ranks that are not there, as the run does over real ones;
     # None is one rank
     fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
+    shards: tuple[int, int] = (
+        1,
+        1,
+    )  # of the model, over the ranks that run fake and over the run's
 
     @property
     def resident_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from trainer.core.world import row_length
+from trainer.core.world import stage_sizes
 
 ORIGIN = "measured on 2 to 64 gloo processes of one machine, and extrapolated"
 # By `benchmarks/ranks.py`, on two cores that had other work: the time times the cores, over all
@@ -34,9 +34,9 @@ class Estimate:
 
 
 def agree_seconds(ranks: int) -> float:
-    """Give what agreement adds to a step: a message passes a row of ranks, then a column, twice."""
-    row = row_length(ranks)
-    return VECTORS * MESSAGE_S * (2 * (row - 1) + 2 * (ranks // row - 1))
+    """Give what agreement adds to a step: in each stage a message passes its ranks twice."""
+    messages = sum(2 * (size - 1) for size in stage_sizes(ranks))
+    return VECTORS * MESSAGE_S * messages
 
 
 def estimate(
