@@ -155,7 +155,7 @@ def test_of_many_ranks_few_are_run_whose_shards_shrink_to_those_of_all(sync):
     load = Load(sync, width=64, micro=1)
     few, every = load.predict(8, shards=32), load.predict(32)
     assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=5e-3)
-    assert few.peak_bytes < 0.9 * load.predict(8).peak_bytes
+    assert few.peak_bytes < 0.95 * load.predict(8).peak_bytes
 
 
 def like_gpt2() -> nn.Module:
