@@ -1,13 +1,15 @@
-"""A real MLflow server, and jobs of a new experiment that start at the same moment.
+"""A real MLflow server: jobs that start on it at the same moment, and a server that is away.
 
 The server is that of the whole `mlflow`, of the Python that MLFLOW_PYTHON names, or of this one.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from socket import create_server
 from threading import Barrier
@@ -16,7 +18,9 @@ from urllib.request import urlopen
 import pytest
 
 from tests.lib.nightly import LIMIT_S
-from tests.lib.tracked import mirror_of
+from tests.lib.processes import Command
+from tests.lib.run_support import TOYS, overrides, steps
+from tests.lib.tracked import mirror_of, mlflow_steps
 from trainer.core.run_folder import RunFolder
 from trainer.features.trackers.mlflow import MlflowTracker
 from trainer.report.mirror import close_all
@@ -31,31 +35,50 @@ PATIENCE_S = 120
 NUM_JOBS = 4
 
 
+@dataclass
+class Server:
+    """A server whose files lie in one folder."""
+
+    folder: Path
+    address: str
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        argv = [PYTHON, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1"]
+        argv += ["--port", self.address.rpartition(":")[2]]
+        argv += ["--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
+        argv += ["--artifacts-destination", str(self.folder / "files")]
+        with (self.folder / "server.log").open("a") as log:
+            self.process = subprocess.Popen(
+                argv, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
+            )
+        until = time.monotonic() + PATIENCE_S
+        while not _answers(self.address):
+            assert time.monotonic() < until, (self.folder / "server.log").read_text()
+            time.sleep(0.5)
+
+    def send(self, number: int) -> None:
+        """Send a signal to all of its processes."""
+        assert self.process is not None
+        os.killpg(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    """Start a server, and give its address."""
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server that has started."""
     probe = [PYTHON, "-c", "import mlflow, flask"]
     if subprocess.run(probe, check=False, capture_output=True).returncode:
         pytest.skip(f"{PYTHON} has no MLflow server; pip install mlflow, and set MLFLOW_PYTHON")
     with create_server(("127.0.0.1", 0)) as free:
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    argv = [PYTHON, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1"]
-    argv += ["--port", address.rpartition(":")[2]]
-    argv += ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
-    argv += ["--artifacts-destination", str(tmp_path / "files")]
-    with (tmp_path / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            argv, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
-        )
+        made = Server(tmp_path, f"http://127.0.0.1:{free.getsockname()[1]}")
     try:
-        until = time.monotonic() + PATIENCE_S
-        while not _answers(address):
-            assert time.monotonic() < until, (tmp_path / "server.log").read_text()
-            time.sleep(0.5)
-        yield address
+        made.start()
+        yield made
     finally:
-        os.killpg(process.pid, 9)
-        process.wait()
+        made.send(signal.SIGKILL)
 
 
 def _answers(address: str) -> bool:
@@ -84,15 +107,57 @@ def test_four_jobs_of_a_new_experiment_start_at_once(server, tmp_path, monkeypat
         run = tmp_path / f"run-{job}"
         run.mkdir()
         (run / RunFolder.METRICS).write_text('{"step": 1, "loss": 1.0}\n')
-        tracker = MlflowTracker(tracking_uri=server, experiment="new")
+        tracker = MlflowTracker(tracking_uri=server.address, experiment="new")
         tracker.patience_s = PATIENCE_S
         mirrors.append(mirror_of("mlflow", tracker, run, warnings.append))
     for mirror in mirrors:
         mirror.start()
     close_all(mirrors, {"loss": 1.0})
     assert warnings == []
-    client = MlflowClient(server)
+    client = MlflowClient(server.address)
     (experiment,) = client.search_experiments(filter_string="name = 'new'")
     runs = client.search_runs([experiment.experiment_id])
     assert [run.data.metrics for run in runs] == [{"train/loss": 1.0}] * NUM_JOBS
     assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def begin(server: Server, *typed: str) -> Command:
+    """Start a run of 100 steps that shows itself there."""
+    line = f"steps=100 hooks=[{TOYS}.Slow] logger=[mlflow] name=gpt"
+    own = [f"mlflow.tracking_uri={server.address}", *typed]
+    return Command.start(server.folder, [*overrides(line), *own])
+
+
+def test_a_run_whose_server_is_slow_has_each_step_there(server):
+    command = begin(server)
+    command.wait_for("outputs/*/*-gpt/metrics.jsonl", 10)
+    server.send(signal.SIGSTOP)
+    time.sleep(8)
+    server.send(signal.SIGCONT)
+    ended = command.end()
+    assert (ended.code, ended.errors) == (0, [])
+    assert mlflow_steps(server.folder / "server.db")["train/loss"] == [*range(1, 101)]
+
+
+def test_a_run_whose_server_goes_away_goes_on_and_a_resumption_sends_what_is_missing(server):
+    command = begin(server)
+    metrics = command.wait_for("outputs/*/*-gpt/metrics.jsonl", 10)
+    server.send(signal.SIGKILL)
+    ended = command.end()
+    assert ended.code == 0
+    (line,) = ended.errors
+    assert "mlflow" in line
+    assert [entry["step"] for entry in steps(metrics.parent)] == [*range(1, 101)]
+    server.start()
+    again = begin(server, f"resume={metrics.parent}", "steps=110").end()
+    assert (again.code, again.errors) == (0, [])
+    assert mlflow_steps(server.folder / "server.db")["train/loss"] == [*range(1, 111)]
+
+
+def test_a_server_that_is_not_there_is_one_line_before_the_first_step(server):
+    server.send(signal.SIGKILL)
+    ended = begin(server).end()
+    assert (ended.code, len(ended.errors)) == (2, 1)
+    assert server.address in ended.errors[0]
+    assert not [*server.folder.glob("outputs/*/*")]
+    server.start()

@@ -5,6 +5,7 @@ A job that is put back waits for two minutes there, which these tests cut short.
 
 import re
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -30,10 +31,17 @@ def submit(slurm: Hosts, name: str, *typed: str) -> str:
     """Queue a file of the docs for nodes without GPUs, and wait until it runs; gives the job."""
     text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
     Path("job.sh").write_text(re.sub(r" --gpus-per-node=\d+", "", text))
-    line = f"steps=200 hooks=[{TOYS}.Slow]"
-    job = slurm.run(["sbatch", "--parsable", "job.sh", "name=gpt", *overrides(line), *typed])
-    wait_for(lambda: queue(slurm).get(job.strip()) == "RUNNING", slurm)
-    return job.strip()
+    words = overrides(f"steps=200 hooks=[{TOYS}.Slow]")
+    if name != "array.sh":  # whose jobs have names of their own
+        words = ["name=gpt", *words]
+    job = slurm.run(["sbatch", "--parsable", "job.sh", *words, *typed]).strip()
+    wait_for(lambda: "RUNNING" in jobs_of(slurm, job), slurm)
+    return job
+
+
+def jobs_of(slurm: Hosts, job: str) -> list[str]:
+    """The states of a job, or of each of an array's."""
+    return [state for name, state in queue(slurm).items() if name.partition("_")[0] == job]
 
 
 def queue(slurm: Hosts) -> dict[str, str]:
@@ -50,7 +58,7 @@ def queue(slurm: Hosts) -> dict[str, str]:
 
 def wait_for_end(slurm: Hosts, job: str) -> dict[str, str]:
     """Wait for a job's last end, and give what Slurm says of it."""
-    wait_for(lambda: job not in queue(slurm), slurm, 120)
+    wait_for(lambda: not jobs_of(slurm, job), slurm, 120)
     said = slurm.run(["scontrol", "show", "job", job])
     return dict(re.findall(r"(\w+)=(\S+)", said))
 
@@ -65,9 +73,39 @@ def has_folder() -> bool:
     return any(Path().glob("outputs/*/*-gpt/config.yaml"))
 
 
-def takes_steps() -> bool:
-    found = Path().glob("outputs/*/*-gpt/metrics.jsonl")
-    return any(path.read_bytes().count(b"\n") > 5 for path in found)
+def takes_steps(num_runs: int = 1) -> bool:
+    found = [path.read_bytes() for path in Path().glob("outputs/*/*/metrics.jsonl")]
+    return sum(lines.count(b"\n") > 5 for lines in found) == num_runs
+
+
+def weights() -> dict[str, bytes]:
+    """The bytes of the weights that each run ended with, by the name of the run."""
+    found = {}
+    for run in Path().glob("outputs/*/*"):
+        status = read_json(run / "status.json")
+        assert (status["state"], status["step"]) == ("completed", 200)
+        assert [entry["step"] for entry in steps(run)] == [*range(1, 201)]
+        file = run / "checkpoints" / "step-00000200" / "model.safetensors"
+        found[run.name.split("-", 4)[-1]] = file.read_bytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(
+    slurm: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, bytes]]:
+    """Gives the weights of jobs of a file to which nothing happens."""
+    found = dict[str, dict[str, bytes]]()
+
+    def run(name: str) -> dict[str, bytes]:
+        if name not in found:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(tmp_path_factory.mktemp("whole"))
+                assert wait_for_end(slurm, submit(slurm, name))["Restarts"] == "0"
+                found[name] = weights()
+        return found[name]
+
+    return run
 
 
 MOMENTS = {
@@ -82,8 +120,9 @@ MOMENTS = {
     ("name", "number"), [("one-node.sh", "USR1"), ("nodes.sh", "TERM"), ("torchrun.sh", "TERM")]
 )
 def test_a_job_that_is_preempted_at_any_moment_is_put_back_and_completes(
-    name, number, moment, slurm
+    name, number, moment, slurm, whole
 ):
+    expected = whole(name)
     job = submit(slurm, name)
     wait_for(MOMENTS[moment], slurm)
     folders = [*Path().glob("outputs/*/*-gpt")]
@@ -91,11 +130,38 @@ def test_a_job_that_is_preempted_at_any_moment_is_put_back_and_completes(
     slurm.run(["scancel", f"--signal={number}", job])
     end = wait_for_end(slurm, job)
     assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1")
-    (run,) = Path().glob("outputs/*/*-gpt")
-    assert folders in ([], [run])
-    status = read_json(run / "status.json")
-    assert (status["state"], status["step"]) == ("completed", 200)
-    assert [entry["step"] for entry in steps(run)] == [*range(1, 201)]
+    assert folders in ([], [*Path().glob("outputs/*/*-gpt")])
+    assert weights() == expected
+
+
+@pytest.mark.parametrize("name", ["one-node.sh", "nodes.sh", "torchrun.sh"])
+def test_a_job_that_makes_way_for_an_urgent_one_and_reaches_its_limit_has_the_same_weights(
+    name, slurm, whole
+):
+    expected = whole(name)
+    job = submit(slurm, name)
+    wait_for(takes_steps, slurm)
+    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
+    slurm.run([*urgent, "--wrap=sleep 1"])
+    wait_for(lambda: jobs_of(slurm, job) == ["PENDING"], slurm)
+    wait_for(lambda: jobs_of(slurm, job) == ["RUNNING"], slurm)
+    # A signal comes two minutes before the limit: at once.
+    set_limit(slurm, 2)
+    wait_for(lambda: jobs_of(slurm, job) == ["PENDING"], slurm)
+    set_limit(slurm, 10)
+    end = wait_for_end(slurm, job)
+    assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "2")
+    assert weights() == expected
+
+
+def test_each_job_of_an_array_goes_on_in_its_own_folder(slurm, whole):
+    expected = whole("array.sh")
+    job = submit(slurm, "array.sh")
+    wait_for(lambda: takes_steps(3), slurm)
+    slurm.run(["scancel", "--signal=USR1", job])
+    wait_for_end(slurm, job)
+    assert {*expected} == {"rate-1e-3", "rate-3e-3", "rate-1e-2"}
+    assert weights() == expected
 
 
 def test_a_job_that_fails_is_not_put_back(slurm):

@@ -20,7 +20,7 @@ from tests.lib.cli_support import CHECKOUT
 NAMES = ("one", "two")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")  # in namespaces of our own, so nobody else's
 PROGRAMS = {
-    "hosts": {"ip": "iproute2", "unshare": "util-linux"},
+    "hosts": {"ip": "iproute2", "unshare": "util-linux", "iptables": "iptables"},
     "slurm": {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "munged": "munge"},
 }
 LIMIT_S = 300.0
@@ -44,8 +44,11 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 KillWait=30
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=one,two CPUs=8
-PartitionName=all Nodes=ALL Default=YES State=UP
+PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
 """
 
 
