@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,6 +105,14 @@ class Hosts:
         )
         assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
         return ended.stdout
+
+    def lose(self, number: int) -> None:
+        """Kill all that runs on a host, as when its power is gone."""
+        asked = ["ip", "netns", "pids", namespace(number)]
+        found = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
+        for each in found:
+            with suppress(ProcessLookupError):
+                os.kill(int(each), signal.SIGKILL)
 
     def printed(self) -> str:
         """Give what commands that were started have printed, for messages of tests."""
