@@ -43,6 +43,21 @@ class StepShape:
     is_padded: bool  # whether samples of different length share a micro-batch
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExportedWeights:
+    """What is known of weights that are exported."""
+
+    config: RunConfig
+    run: Path  # the folder of their run
+    loaded: Loaded  # their checkpoint
+    to: Path  # where they will be
+    model: str  # what its users call the model
+    labels: Mapping[str, str]  # what a hub asks for: `library_name`, `pipeline_tag`
+    base: str | None  # folder, or name on the hub, of the weights that it began with
+    lines: Sequence[str]  # of Python, which load it; none where it takes more than lines
+
+
 class Feature:
     """Adds to a run what the engine does not know of; every method may be left out.
 
@@ -209,6 +224,13 @@ class Feature:
 
     def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
         """Say on the first rank what a run has shown: for the end of the screen and result.json."""
+        return ()
+
+    def exported(self, weights: ExportedWeights, folder: Path) -> Sequence[str]:
+        """Write more files beside exported weights, and give lines that say so.
+
+        The folder has all else by then, and gets its name once every file is written.
+        """
         return ()
 
 
