@@ -45,6 +45,17 @@ class StepShape:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class EndOfRun:
+    """What is known of a run once its steps are over."""
+
+    run: Run
+    opened: OpenRun
+    plan: Mapping[str, Any]  # what plan.json holds
+    phases: Sequence[Mapping[str, Any]]  # what each rank's steps took: `PhaseTimes.spending`
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class ExportedWeights:
     """What is known of weights that are exported."""
 
@@ -222,8 +233,11 @@ class Feature:
         """
         return None
 
-    def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
-        """Say on the first rank what a run has shown: for the end of the screen and result.json."""
+    def end_rows(self, end: EndOfRun) -> Sequence[Row]:
+        """Say on the first rank what a run has shown: for the end of the screen and result.json.
+
+        Rows of `computed` stand beside the speed, those of `below` under the other figures.
+        """
         return ()
 
     def exported(self, weights: ExportedWeights, folder: Path) -> Sequence[str]:
