@@ -175,6 +175,10 @@ class Feature:
         """
         return None
 
+    def around_steps(self, opened: OpenRun, folder: Path) -> AbstractContextManager[object]:
+        """Follow the steps that this process takes in the folder of a run, inside the block."""
+        return nullcontext()
+
     def evaluating(self, context: StepContext, feed: Feed) -> AbstractContextManager[object]:
         """Change the model for an evaluation, inside the block alone. Collective."""
         return nullcontext()
@@ -272,6 +276,14 @@ class Features:
         for feature in self:
             plan = feature.recut(plan, feed, step)
         return plan
+
+    @contextmanager
+    def around_steps(self, opened: OpenRun, folder: Path) -> Iterator[None]:
+        """Have all of them follow the steps."""
+        with ExitStack() as stack:
+            for feature in self:
+                stack.enter_context(feature.around_steps(opened, folder))
+            yield
 
     @contextmanager
     def evaluating(self, context: StepContext, feed: Feed) -> Iterator[None]:
