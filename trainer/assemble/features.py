@@ -43,6 +43,32 @@ class StepShape:
     is_padded: bool  # whether samples of different length share a micro-batch
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class EndOfRun:
+    """What is known of a run once its steps are over."""
+
+    run: Run
+    opened: OpenRun
+    plan: Mapping[str, Any]  # what plan.json holds
+    phases: Sequence[Mapping[str, Any]]  # what each rank's steps took: `PhaseTimes.spending`
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExportedWeights:
+    """What is known of weights that are exported."""
+
+    config: RunConfig
+    run: Path  # the folder of their run
+    loaded: Loaded  # their checkpoint
+    to: Path  # where they will be
+    model: str  # what its users call the model
+    labels: Mapping[str, str]  # what a hub asks for: `library_name`, `pipeline_tag`
+    base: str | None  # folder, or name on the hub, of the weights that it began with
+    lines: Sequence[str]  # of Python, which load it; none where it takes more than lines
+
+
 class Feature:
     """Adds to a run what the engine does not know of; every method may be left out.
 
@@ -149,6 +175,10 @@ class Feature:
         """
         return None
 
+    def around_steps(self, opened: OpenRun, folder: Path) -> AbstractContextManager[object]:
+        """Follow the steps that this process takes in the folder of a run, inside the block."""
+        return nullcontext()
+
     def evaluating(self, context: StepContext, feed: Feed) -> AbstractContextManager[object]:
         """Change the model for an evaluation, inside the block alone. Collective."""
         return nullcontext()
@@ -207,8 +237,18 @@ class Feature:
         """
         return None
 
-    def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
-        """Say on the first rank what a run has shown: for the end of the screen and result.json."""
+    def end_rows(self, end: EndOfRun) -> Sequence[Row]:
+        """Say on the first rank what a run has shown: for the end of the screen and result.json.
+
+        Rows of `computed` stand beside the speed, those of `below` under the other figures.
+        """
+        return ()
+
+    def exported(self, weights: ExportedWeights, folder: Path) -> Sequence[str]:
+        """Write more files beside exported weights, and give lines that say so.
+
+        The folder has all else by then, and gets its name once every file is written.
+        """
         return ()
 
 
@@ -236,6 +276,14 @@ class Features:
         for feature in self:
             plan = feature.recut(plan, feed, step)
         return plan
+
+    @contextmanager
+    def around_steps(self, opened: OpenRun, folder: Path) -> Iterator[None]:
+        """Have all of them follow the steps."""
+        with ExitStack() as stack:
+            for feature in self:
+                stack.enter_context(feature.around_steps(opened, folder))
+            yield
 
     @contextmanager
     def evaluating(self, context: StepContext, feed: Feed) -> Iterator[None]:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
+from trainer.assemble.features import EndOfRun
 from trainer.assemble.run import Run
 from trainer.assemble.saved import Saved, Terms, read_terms
 from trainer.checkpoint.weights import StoredWeights
@@ -19,7 +20,6 @@ from trainer.core.rows import Row, record_of
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import least_loss, totals
 from trainer.report.records import PlanRecord
-from trainer.report.time_table import advice, split_times, time_table
 from trainer.training.loop import OpenRun
 
 BUILT_WHOLE = (
@@ -81,15 +81,10 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     world, config, trained = run.world, run.config, opened.progress
     # A phase is counted once the next begins.
     world.note("end")
-    spendings = world.collect(world.times.spending())  # of the steps' phases, by rank
+    phases = world.collect(world.times.spending())
     peaks = world.collect(peak_bytes(world.device))
     if not world.is_main:
         return
-    table, hints = None, list[str]()
-    # Without a step there is no time to divide.
-    if trained.taken:
-        table = time_table(spendings)
-        hints = advice(split_times(spendings), table, plan)
     metrics = trained.evaluation
     # Losses of simple models over the same samples, in nats per token, which the data may know.
     entropies, own = run.data.train.facts.byte_entropies, run.data.own_part
@@ -101,7 +96,8 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     # By the metric that the run follows, or by what every evaluation gives.
     followed = opened.best or opened.stopping
     best = followed.found if followed else least_loss(folder / RunFolder.METRICS)
-    rows = [*chain.from_iterable(each.end_rows(opened, run) for each in run.features)]
+    end = EndOfRun(run=run, opened=opened, plan=plan, phases=phases)
+    rows = [*chain.from_iterable(each.end_rows(end) for each in run.features)]
     # Patience that is over with the last step ended nothing.
     stopped = opened.early_end if trained.step < run.data.total_steps else None
     result = {
@@ -114,9 +110,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         "stopped": stopped,
         "baselines": simple,
         "peak_bytes": max(peaks),
-        "time": table,
         **record_of(rows),
-        "advice": hints,
     }
     write_record(folder / RunFolder.RESULT, result)
     commands = next_lines(run, folder, stopped_early=stopped is not None)

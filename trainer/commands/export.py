@@ -10,7 +10,8 @@ from typing import Any, final
 
 from torch import nn
 
-from trainer.assemble.instantiate import look_up_transforms
+from trainer.assemble.features import ExportedWeights
+from trainer.assemble.instantiate import look_up_transforms, run_features
 from trainer.assemble.saved import read_terms
 from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded
@@ -19,11 +20,10 @@ from trainer.commands import exported
 from trainer.config.components import NO_ADAPTER
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
-from trainer.core.format import expanded, shown_path
+from trainer.core.format import expanded
 from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
 from trainer.models.facts import ModelFacts, facts_of, model_library, noted_facts
-from trainer.report import model_card
 from trainer.report.console import Screen, show_read
 
 
@@ -70,25 +70,26 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         return model_library().with_tokenizer(found, tokenizer, place) if found else []
 
     labels = {"library_name": written.library, "pipeline_tag": facts.pipeline_tag}
-    card = model_card.ModelCard(
-        name=config.name or to.name,
-        model=type(model).__name__ if facts.library_name else config.model.label,
+    weights = ExportedWeights(
         config=config,
-        run=RunFolder(folder),
-        step=loaded.step,
-        is_average=loaded.is_average,
-        total_steps=terms.total_steps,
-        contract=terms.contract,
-        environment=terms.environment,
+        run=folder,
+        loaded=loaded,
+        to=to,
+        model=type(model).__name__ if facts.library_name else config.model.label,
         labels={name: word for name, word in labels.items() if word is not None},
         base=base,
         lines=lines(Path(to.name)),
     )
+    remarks = list[str]()
+
+    def write_more(place: Path) -> None:
+        for feature in run_features(config):
+            remarks.extend(feature.exported(weights, place))
+
     beside = exported.writers_beside(config, facts, tokenizer)
-    # The last, so that it stands where a library wrote one, too.
-    export(loaded, to, description, written.model, written.write, [*beside, card.write])
-    file = shown_path(to / model_card.CARD_FILE)
-    show_read(loaded, f"weights written to {to}", f"{file} describes them: fill in the licence")
+    # Features come last, so that their files stand where a library wrote one, too.
+    export(loaded, to, description, written.model, written.write, [*beside, write_more])
+    show_read(loaded, f"weights written to {to}", *remarks)
     for line in lines(to):
         Screen().line(f"  {line}", is_command=True)
     return 0

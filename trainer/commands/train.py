@@ -21,7 +21,6 @@ from trainer.core.rows import record_of
 from trainer.core.world import World
 from trainer.report.run_status import to_go_on
 from trainer.training.loop import refuse_unknown_metrics, train
-from trainer.training.tracing import tracing
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +56,6 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     with open_run(run_plan, plan, store, saved, terms, own, stop) as opened:
         refuse_unknown_metrics(opened)
         announce(opened, run_plan.run, rows, plan, saved)
-        with tracing(world, config.profile, opened.progress.step, folder, opened.reporter.warn):
+        with run_plan.run.features.around_steps(opened, folder):
             train(opened)
         finish(opened, run_plan.run, plan, folder, started)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 Noun = Literal["token", "sample"]
-RowGroup = Literal["asked", "computed", "plan"]
-"""Where a row is shown: beside what was asked for, or how that is computed; or by `train plan`."""
+RowGroup = Literal["asked", "computed", "plan", "below"]
+"""Where a row is shown: beside what was asked for, or how that is computed; or by `train plan`.
+
+`below` is for the end of a run: the label is a heading, and the text stands under it."""
 
 
 @final

@@ -91,8 +91,9 @@ def end_block(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row] = ()) ->
             difference = f"this model is {abs(baseline - ours):.4f} {word}"
             table.add_row(name, loss(baseline), Text(difference, style))
         blocks.append(section("held-out loss", table))
-    if result["advice"]:
-        blocks.append(section("bottlenecks", *map(Text, result["advice"])))
+    for row in rows:
+        if row.group == "below" and row.text is not None:
+            blocks.append(section(row.label, Text(row.text)))
     return Group(*blocks, section("look further"))
 
 
@@ -142,13 +143,12 @@ def _outcome(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row]) -> Rende
     peak_of = {"cpu": "the whole process"}.get(plan["device"], "tensors")
     # Of this start, where the run was resumed: those before it have ended.
     took = duration(result["seconds"])
-    lines = dict[str, str | None]()
-    lines["completed"] = f"{plural(result['step'], 'step')}, {took} after the start"
-    lines["stopped"] = result.get("stopped")
+    ended, lines = dict[str, str | None](), dict[str, str | None]()
+    ended["completed"] = f"{plural(result['step'], 'step')}, {took} after the start"
+    ended["stopped"] = result.get("stopped")
     best = result.get("best")
     if best and best["value"] is not None:
-        lines["best"] = f"{best['metric']} {best['value']:.4f} at step {best['step']}"
-    lines["time"] = _time_shares(result["time"])
+        ended["best"] = f"{best['metric']} {best['value']:.4f} at step {best['step']}"
     if speed:
         lines["speed"] = f"{number(round(speed))} {noun_of(plan)}s/s"
     if peak:
@@ -165,17 +165,8 @@ def _outcome(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row]) -> Rende
     if result["eval_loss"] is not None and not result["baselines"]:
         own.insert(0, f"loss {loss(result['eval_loss'])}")
     lines["held out"] = join_parts(*own)
-    return labelled_lines([*lines.items(), *((row.label, row.text) for row in rows)])
-
-
-def _time_shares(time: PlanRecord | None) -> str | None:
-    """Say which share of a step each part took; None where no step was timed."""
-    texts = list[str]()
-    if time:
-        for name, share in time["share"].items():
-            if share:
-                texts.append(f"{name} {percent(share)}")
-    return join_parts(*texts)
+    costs = [*_lines(rows, "computed"), *lines.items()]
+    return labelled_lines([*ended.items(), *costs, *_lines(rows, "plan")])
 
 
 def _warnings(warnings: Sequence[str]) -> RenderableType:

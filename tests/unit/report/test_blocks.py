@@ -56,9 +56,7 @@ def record(step: int = 1, **changes: Any) -> dict[str, Any]:
 RESULT: dict[str, Any] = {
     "step": 60, "loss": 2.5, "eval_loss": 2.4862, "tokens_per_second": 41_234.2, "seconds": 128.0,
     "metrics": {"loss": 2.4862, "accuracy": 0.31}, "peak_bytes": None, "skipped_steps": 0,
-    "baselines": {"byte unigram": 3.3121, "byte bigram": 2.4101}, "replays": 0, "time": None,
-    "advice": [],
-    "batch_advice": None,
+    "baselines": {"byte unigram": 3.3121, "byte bigram": 2.4101}, "replays": 0,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self, final
 
-from trainer.assemble.features import Feature
+from trainer.assemble.features import EndOfRun, Feature
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.checkpoint.store import Loaded
@@ -19,7 +19,6 @@ from trainer.features.batch_size.random_slots import steps_between, with_random_
 from trainer.plan.cut import Plan
 from trainer.training.batches import Feed
 from trainer.training.context import Measuring
-from trainer.training.loop import OpenRun
 
 
 @final
@@ -54,10 +53,10 @@ class MeasuredNoise(Feature):
         """See the base class."""
         return None if self.every is None else summing_norms
 
-    def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
+    def end_rows(self, end: EndOfRun) -> Sequence[Row]:
         """Say whether another global batch would pay."""
-        noise = next((p for p in opened.context.parts if isinstance(p, NoiseScale)), None)
-        text = noise and advice_at(run, noise, opened.feed.cursor)
+        noise = next((p for p in end.opened.context.parts if isinstance(p, NoiseScale)), None)
+        text = noise and advice_at(end.run, noise, end.opened.feed.cursor)
         return [row("noise", text, batch_advice=text)]
 
     def saved_rows(self, run: Run, loaded: Loaded) -> Sequence[Row]:

@@ -10,14 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from trainer.assemble.features import Feature
-from trainer.assemble.run import Run
+from trainer.assemble.features import EndOfRun, Feature
 from trainer.assemble.run_plan import RunPlan
 from trainer.core import gpu
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.rows import Row, row
 from trainer.report.records import device_name
-from trainer.training.loop import OpenRun
 from trainer.tune import history
 from trainer.tune.memory_limit import OVERHEAD
 
@@ -59,9 +57,9 @@ class MeasuredRun(Feature):
         self.seconds.append(entry["seconds"])
         return None
 
-    def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
+    def end_rows(self, end: EndOfRun) -> Sequence[Row]:
         """See the base class; the history of this machine has the same."""
-        device, steps = run.world.device, opened.progress.taken
+        device, steps = end.run.world.device, end.opened.progress.taken
         if not self.seconds:
             return []
         measured = taken = peak_bytes(device) - self.other_bytes
@@ -69,7 +67,7 @@ class MeasuredRun(Feature):
             taken = int(gpu.backend().max_memory_reserved(device))
         past = history.PastRun(
             ended=f"{datetime.now():%Y-%m-%d %H:%M}",
-            folder=opened.checkpointer.writer.store.folder.parent.name,
+            folder=end.opened.checkpointer.writer.store.folder.parent.name,
             device=device_name(device),
             steps=steps,
             predicted_bytes=self.predicted_bytes,

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from trainer.assemble.features import Feature
-from trainer.assemble.run import Run
+from trainer.assemble.features import EndOfRun, Feature
 from trainer.core.format import number, percent
 from trainer.core.rows import Row, row
 from trainer.core.run_folder import RunFolder
 from trainer.core.stateful import DRAWN
 from trainer.report.journal import stream
-from trainer.training.loop import OpenRun
 
 
 @final
@@ -37,7 +35,7 @@ class SourceCounts(Feature):
         earlier = self._counts - before
         return (earlier and f"samples before this step, by source: {self._text(earlier)}") or None
 
-    def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
+    def end_rows(self, end: EndOfRun) -> Sequence[Row]:
         """See the base class."""
         if not self._counts:
             return ()

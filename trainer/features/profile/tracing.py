@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Self, final
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from trainer.assemble.features import Feature
+from trainer.config.run_config import RunConfig
 from trainer.core import gpu
 from trainer.core.durable import make_folders
 from trainer.core.rank_progress import Phase
-from trainer.core.world import World
+from trainer.training.loop import OpenRun
 
 FOLDER = "profile"
 WAIT, WARM_UP = 2, 1
@@ -21,34 +24,46 @@ WAIT, WARM_UP = 2, 1
 MEMORY_EVENTS = 100_000  # newest allocations that are remembered, each with its stack
 
 
-@contextmanager
-def tracing(
-    world: World, num_steps: int, begun: int, folder: Path, warn: Callable[[str], None]
-) -> Iterator[None]:
-    """Trace steps that this rank takes inside the block, after the first three.
+@final
+@dataclass(frozen=True)
+class TracedSteps(Feature):
+    """Traces a few of the steps that this process takes, after the first three.
 
     Every rank writes a file of its own, since it is the slowest that the others wait for. On a GPU
     allocations are remembered with their stacks, for `FailedAllocation`. Without `num_steps`
-    nothing is done, and no step is slower. `begun` steps were taken before.
+    nothing is done, and no step is slower.
     """
-    if not num_steps:
-        yield
-        return
-    path, is_gpu = folder / FOLDER / f"rank{world.rank}.json.gz", gpu.is_gpu(world.device)
-    trace = _StepTrace(num_steps, begun + 1, path, warn, is_gpu=is_gpu)
-    world.times.on_phase = trace.enter
-    # Named as private in torch, and yet what its documentation of memory snapshots tells to call.
-    if is_gpu:
-        gpu.backend().memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
-    try:
-        yield
-    finally:
-        world.times.on_phase = None
-        trace.close()
+
+    num_steps: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """See the base class."""
+        return cls(config.profile)
+
+    @contextmanager
+    def around_steps(self, opened: OpenRun, folder: Path) -> Iterator[None]:
+        """See the base class."""
+        if not self.num_steps:
+            yield
+            return
+        world, warn = opened.context.world, opened.reporter.warn
+        path, is_gpu = folder / FOLDER / f"rank{world.rank}.json.gz", gpu.is_gpu(world.device)
+        trace = _StepTrace(self.num_steps, opened.progress.step + 1, path, warn, is_gpu=is_gpu)
+        world.times.on_phase = trace.enter
+        # Named as private in torch, and yet what its documentation of snapshots tells to call.
         if is_gpu:
-            gpu.backend().memory._record_memory_history(enabled=None)
-    if not trace.is_written:
-        warn(f"profile={num_steps}: no trace, which begins with the {WAIT + WARM_UP + 1}th step")
+            gpu.backend().memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
+        try:
+            yield
+        finally:
+            world.times.on_phase = None
+            trace.close()
+            if is_gpu:
+                gpu.backend().memory._record_memory_history(enabled=None)
+        if not trace.is_written:
+            first = WAIT + WARM_UP + 1
+            warn(f"profile={self.num_steps}: no trace, which begins with the {first}th step")
 
 
 @final

@@ -8,16 +8,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import yaml
 
+from trainer.assemble.features import ExportedWeights, Feature
+from trainer.assemble.saved import Terms, read_terms
 from trainer.config.components import Component
 from trainer.config.data_sets import source_components
 from trainer.config.messages import clip, show
-from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
-from trainer.core.format import AVERAGED, number, plural, printable
+from trainer.core.format import AVERAGED, number, plural, printable, shown_path
 from trainer.core.hub_cache import hub_name
 from trainer.core.run_folder import RunFolder
 from trainer.report.console import figure
@@ -36,40 +37,38 @@ _NEEDS_NO_QUOTES = re.compile(r"([^=]+)='([\w./+-]+)'")
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class ModelCard:
-    """What is known of exported weights."""
+class ModelCard(Feature):
+    """Writes the card of every export."""
 
-    name: str
-    model: str  # what its users call the model
-    config: RunConfig
-    run: RunFolder
-    # Of the checkpoint: its step, what its steps depend on, and what it was written by
-    step: int
-    is_average: bool
-    total_steps: int
-    contract: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    labels: Mapping[str, str]  # what a hub asks for: `library_name`, `pipeline_tag`
-    base: str | None  # folder, or name on the hub, of the weights that it began with
-    lines: Sequence[str]  # of Python, which load it; none where it takes more than lines
-
-    def write(self, folder: Path) -> None:
+    def exported(self, weights: ExportedWeights, folder: Path) -> Sequence[str]:
         """Write the card beside the weights, in place of any that came with them."""
-        text = without_secrets(self.text(), os.environ)
+        card = CardText(weights, RunFolder(weights.run), read_terms(weights.loaded))
+        text = without_secrets(card.text(), os.environ)
         (folder / CARD_FILE).write_text(text, encoding="utf-8")
+        return [f"{shown_path(weights.to / CARD_FILE)} describes them: fill in the licence"]
+
+
+@final
+@dataclass(frozen=True)
+class CardText:
+    """Puts what is known of exported weights into words."""
+
+    weights: ExportedWeights
+    run: RunFolder
+    terms: Terms
 
     def text(self) -> str:
         """Give the card as Markdown, with the lines that a hub reads at its head."""
-        labels = dict(self.labels)
-        if self.base is not None and (known := hub_name(self.base)) is not None:
+        weights, labels = self.weights, dict(self.weights.labels)
+        if weights.base is not None and (known := hub_name(weights.base)) is not None:
             labels["base_model"] = known
         head = _LICENSE + (yaml.safe_dump(labels, sort_keys=False) if labels else "")
         load = "It takes its own class: `train init=FOLDER` begins a run from it.\n"
-        if self.lines:
-            load = f"```python\n{chr(10).join(self.lines)}\n```\n"
+        if weights.lines:
+            load = f"```python\n{chr(10).join(weights.lines)}\n```\n"
+        name = _cell(weights.config.name or weights.to.name)
         parts = [
-            f"---\n{head}---\n\n# {_cell(self.name)}\n\n{self._first_sentence()}\n",
+            f"---\n{head}---\n\n# {name}\n\n{self._first_sentence()}\n",
             f"## Load it\n\n{load}",
             f"## How it was trained\n\n{_table(self._training())}\n"
             f"```sh\n{printable(self._command())}\n```\n",
@@ -81,28 +80,28 @@ class ModelCard:
 
     def _first_sentence(self) -> str:
         """Say what the weights are."""
-        what = "Weights"
-        if self.is_average:
+        weights, what, size = self.weights, "Weights", ""
+        if weights.loaded.is_average:
             what = "Averaged weights"
-        plan, size = self.run.record(RunFolder.PLAN), ""
+        plan = self.run.record(RunFolder.PLAN)
         trained, frozen = plan.get("num_parameters"), plan.get("num_frozen")
         if isinstance(trained, int):
             size = f" ({plural(trained, 'parameter')})"
         if isinstance(trained, int) and isinstance(frozen, int) and frozen:
             size = f" ({plural(trained, 'trained parameter')}, {number(frozen)} frozen)"
         of_all = ""
-        if self.total_steps:
-            of_all = f" of {number(self.total_steps)}"
-        at = f"after step {number(self.step)}{of_all}"
+        if self.terms.total_steps:
+            of_all = f" of {number(self.terms.total_steps)}"
+        at = f"after step {number(weights.loaded.step)}{of_all}"
         remedy = "Fill in what the model is for, and its licence above."
-        return f"{what} of `{_code(self.model)}`{size} {at}. {remedy}"
+        return f"{what} of `{_code(weights.model)}`{size} {at}. {remedy}"
 
     def _training(self) -> dict[str, str]:
         """Describe data, batch, loss and update."""
-        plan, terms = self.run.record(RunFolder.PLAN), self.contract
-        rows = dict[str, str]()
-        if self.base is not None:
-            rows["base"] = f"`{_code(hub_name(self.base) or Path(self.base).name)}`"
+        terms, base = self.terms.contract, self.weights.base
+        plan, rows = self.run.record(RunFolder.PLAN), dict[str, str]()
+        if base is not None:
+            rows["base"] = f"`{_code(hub_name(base) or Path(base).name)}`"
         rows["data"] = self._data()
         for name, key in (("trained on", "num_samples"), ("held out", "num_held_out")):
             if isinstance(count := plan.get(key), int):
@@ -124,13 +123,13 @@ class ModelCard:
 
     def _of_class(self, key: str) -> str:
         """Name what stands under a key, by its option, and its settings that are anything."""
-        component: Component = getattr(self.config, key)
-        target = str(self.contract.get(f"{key}._target_"))
+        component: Component = getattr(self.weights.config, key)
+        target = str(self.terms.contract.get(f"{key}._target_"))
         # Where the model chose, the config says `auto`.
         words = [target.rpartition(".")[2]]
         if component.target == target:
             words = [component.label]
-        for name, value in self.contract.items():
+        for name, value in self.terms.contract.items():
             owner, _, setting = name.partition(".")
             if owner == key and setting != "_target_" and value not in (None, {}, [], 0, "none"):
                 words.append(f"{setting} {show(value)}")
@@ -138,7 +137,7 @@ class ModelCard:
 
     def _data(self) -> str:
         """Name the data, and each source of a mixture."""
-        data = self.config.data
+        data = self.weights.config.data
         paths = [data.params.get("path")]
         for source, _ in source_components(data).values():
             paths.append(source.params.get("path"))
@@ -177,24 +176,25 @@ class ModelCard:
         """Give the figures of the newest evaluation up to the step; empty without one."""
         newest: Entry | None = None
         for entry in stream(self.run.path / RunFolder.METRICS):
-            if "eval_seconds" in entry and entry["step"] <= self.step:
+            if "eval_seconds" in entry and entry["step"] <= self.weights.loaded.step:
                 newest = entry
         if newest is None:
             return ""
         rows, kind = dict[str, str](), "eval_"
-        if self.is_average and f"{AVERAGED}_loss" in newest:
+        if self.weights.loaded.is_average and f"{AVERAGED}_loss" in newest:
             kind = f"{AVERAGED}_"
         for name, value in newest.items():
             if name.startswith(kind) and name != "eval_seconds":
                 rows[name.removeprefix(kind)] = figure(value)
         note = f"After step {number(newest['step'])}"
-        if self.is_average and kind == "eval_":
+        if self.weights.loaded.is_average and kind == "eval_":
             note += ", of the weights themselves and not of their average"
         return f"{note}:\n\n{_table(rows)}"
 
     def _made_with(self) -> dict[str, str]:
         """Give versions and revision; no host's name."""
-        git, versions = self.environment.get("git"), self.environment.get("versions")
+        environment = self.terms.environment
+        git, versions = environment.get("git"), environment.get("versions")
         rows = dict[str, str]()
         if isinstance(git, Mapping):
             rows["git"] = str(git.get("commit"))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any, final, get_args
 
+from trainer.assemble.features import EndOfRun, Feature
 from trainer.core.format import duration, percent, size
 from trainer.core.rank_progress import InStep
+from trainer.core.rows import Row, join_parts, row
 
 MEETINGS: tuple[InStep, ...] = ("normalizer", "agree")
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
@@ -30,6 +32,27 @@ TimeSplit = dict[str, float]
 
 # Seconds of a step, the part, what it is, the setting
 TimeLine = tuple[float, str, str, str]
+
+
+@final
+class TimeTable(Feature):
+    """Says at the end where the time of steps went, and what shortens a part that is long."""
+
+    def end_rows(self, end: EndOfRun) -> Sequence[Row]:
+        """See the base class."""
+        # Without a step there is no time to divide.
+        if not end.opened.progress.taken:
+            return [row(time=None, advice=[])]
+        table = time_table(end.phases)
+        texts = list[str]()
+        for name, share in table["share"].items():
+            if share:
+                texts.append(f"{name} {percent(share)}")
+        hints = advice(split_times(end.phases), table, end.plan)
+        return [
+            row("time", join_parts(*texts), group="computed", time=table),
+            row("bottlenecks", "\n".join(hints) or None, group="below", advice=hints),
+        ]
 
 
 def split_times(spendings: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
@@ -118,9 +141,9 @@ def _waiting(splits: Sequence[TimeSplit], plan: Mapping[str, Any]) -> TimeLine:
 
 def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> TimeLine:
     sent = dict[str, str]()
-    for row in plan["sync_table"]:
-        if row["fits"] or row["policy"] == plan["sync"]:
-            sent[row["policy"]] = size(round(row["within"] + row["across"]))
+    for each in plan["sync_table"]:
+        if each["fits"] or each["policy"] == plan["sync"]:
+            sent[each["policy"]] = size(round(each["within"] + each["across"]))
     what, remedy = "is traffic", "a larger batch.global sends gradients less often"
     if plan["sync"] in sent:
         what += f", {sent[plan['sync']]} sent"

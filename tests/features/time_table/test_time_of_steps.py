@@ -4,7 +4,7 @@ import pytest
 
 from tests.lib.run_support import curve, go, overrides, read_json
 from tests.reliability.rank_work import on_ranks
-from trainer.report.time_table import PARTS
+from trainer.features.time_table.table import PARTS
 
 TOYS = (
     "model._target_=tests.lib.faulty.SlowNet data._target_=tests.lib.faulty.Rows "

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.core.rank_progress import InStep, PhaseTimes
-from trainer.report.time_table import PARTS, advice, split_times, time_table
+from trainer.core.rank_progress import InStep
+from trainer.features.time_table.table import PARTS, advice, split_times, time_table
 
 STEP = get_args(InStep)
 ROWS = [
@@ -69,50 +68,6 @@ def test_what_takes_long_is_named_with_its_figures_and_the_setting_that_shortens
 ):
     (line,) = advised(*ranks, **settings)
     assert words in line
-
-
-class Late:
-    """A clock whose marks lie ahead until they are let pass, as events of a stream do."""
-
-    def __init__(self, passed: float = float("inf")) -> None:
-        self.now, self.passed = 0.0, passed
-
-    def mark(self) -> Event:
-        self.now += 1.0
-        return Event(self, self.now)
-
-
-@dataclass(frozen=True)
-class Event:
-    """A mark of such a clock."""
-
-    clock: Late
-    at: float
-
-    def query(self) -> bool:
-        return self.at <= self.clock.passed
-
-    def elapsed_time(self, after: Event) -> float:
-        return 1e3 * (after.at - self.at)
-
-
-def test_the_first_step_warms_up_where_there_is_another_and_a_phase_counts_when_it_has_passed():
-    for num_steps in (1, 5):
-        times = PhaseTimes(Late().mark)
-        for phase in (*STEP * num_steps, "end"):
-            times.enter(phase)
-        found, counted = times.spending(), max(1, num_steps - 1)
-        assert found["steps"] == counted
-        assert found["phases"]["compute"] == {"seconds": counted, "times": counted, "least": 1.0}
-    clock = Late(passed=0.0)
-    times = PhaseTimes(clock.mark)
-    for phase in STEP * 3:
-        times.enter(phase)
-    assert times.spending()["phases"] == {}
-    clock.passed = clock.now
-    found = times.spending()
-    seconds = {name: spent["seconds"] for name, spent in found["phases"].items()}
-    assert seconds == dict.fromkeys(STEP, 2.0) | {"report": 1.0}
 
 
 SECONDS = st.floats(0, 10)

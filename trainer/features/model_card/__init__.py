@@ -1,0 +1,1 @@
+"""The README.md beside exported weights, as hubs show it. Read `card`."""

@@ -1,0 +1,1 @@
+"""Traces of a few steps, by PyTorch's profiler. Read `tracing`."""

@@ -1,0 +1,1 @@
+"""Where the time of steps went, and the setting that shortens a long part. Read `table`."""
