@@ -37,7 +37,7 @@ from trainer.cli.overrides import dotted, parse, read_override
 from trainer.cli.start import run_and_report, staging, write_config
 from trainer.config.metric_mode import title_of
 from trainer.config.secrets import without_secrets
-from trainer.core.durable import make_folders, write_file_atomic, write_json
+from trainer.core.durable import discard, make_folders, write_file_atomic, write_json
 from trainer.core.errors import Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.run_folder import RunFolder, RunInUseError, hold, is_locked
@@ -200,7 +200,9 @@ class SweepTask:
         lines, variables, trial = [*map(str, record.overrides.task)], {}, None
         ended = RunFolder(folder).record(RunFolder.END)
         if search is not None:
-            trial = search.take(job)
+            if (trial := search.take(job)) is None:
+                discard(folder)
+                return 0
             lines, variables = search.lines(trial), {TRIAL: search.variable(trial)}
             # What Hydra wrote has none of the values that were chosen.
             _write_overrides(record, lines)

@@ -7,8 +7,10 @@ sees it takes part, on any host, so that a job knows all those that ended before
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +43,7 @@ PRUNED = "pruned"
 # Other attributes of a trial: the folder of its sweep, its number there, whether it was killed
 _SWEEP, _JOB, _LOST = "sweep", "job", "lost"
 _METRIC = "metric"  # of a study
+_TABLES_S = 2.0  # within which another command has made the tables of a database
 # Of a study without a pruner Optuna makes one that prunes.
 _NO_PRUNER = {"_target_": "optuna.pruners.NopPruner"}
 
@@ -132,12 +135,17 @@ class Search:
         return range(min(todo, default=0), max(todo, default=-1) + 1)
 
     def take(self, job: int) -> Any:  # noqa: ANN401
-        """Give the trial of a job: the one that it has, as after a kill, or a new one."""
+        """Give the trial of a job: the one that it has, as after a kill, or a new one.
+
+        None where other commands have done all that are left of the study.
+        """
         study, own = self._study(), {_SWEEP: str(self.folder), _JOB: job}
         settings, trials = dict(self.sampler), study.get_trials(deepcopy=False)
         for trial in trials:
             if own.items() <= trial.user_attrs.items():
                 return trial
+        if sum(_LOST not in each.user_attrs for each in trials) >= self.num_trials:
+            return None
         # Each process makes a sampler, which with one seed would draw the same for every job.
         if "seed" in settings:
             seed = self.seed if settings["seed"] is None else settings["seed"]
@@ -198,6 +206,10 @@ class Search:
     def _study(self) -> Any:  # noqa: ANN401
         make_folders(self.folder)
         try:
+            # Of commands that begin a study at once, some find half of its tables.
+            with suppress(Exception):
+                return open_study(self.storage, self.study, direction=self._direction)
+            time.sleep(_TABLES_S)
             return open_study(self.storage, self.study, direction=self._direction)
         except ConfigError:
             raise
