@@ -18,7 +18,9 @@ def test_three_commands_search_one_study_and_none_does_the_job_of_another(tmp_pa
     make_own_folder(tmp_path, monkeypatch)
     monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}")
     line = f"-m {OWN_RUN} eval.every=1 hydra/sweeper=optuna hydra/sweeper/sampler=random"
-    line += " 'optimizer.lr=interval(1e-4, 1e-1)' hydra.sweeper.n_trials=12"
+    line += (
+        " hydra/sweeper/pruner=none 'optimizer.lr=interval(1e-4, 1e-1)' hydra.sweeper.n_trials=12"
+    )
     line += " hydra.sweeper.storage=sqlite:///study.db hydra.sweeper.study_name=rates"
     commands = [Command.start(tmp_path, shlex.split(f"{line} seed={n}")) for n in range(3)]
     ended = [command.end() for command in commands]

@@ -156,7 +156,7 @@ def verdict(
     Of every rank, or of those of which there is word; stacks are looked for in the run folder. Of
     a run that a launcher started, `host` is where the ranks are.
     """
-    on = f" on {host}" if host else ""
+    on = f" on {host}" * bool(host)
     failed = [*filter(attrgetter("has_failed"), ended.values())]
     if not failed:
         return None

@@ -118,7 +118,7 @@ def _attempt(
             for member in members:
                 if log := RunFolder(place).rank_log(config.command, member.rank):
                     drop_empty(log)
-    host = "" if is_ours else socket.gethostname()
+    host = socket.gethostname() * (not is_ours)
     error = verdict(watch.ended, place, timeout_s, host)
     if not is_ours:
         error = _among_hosts(error, watch.ended[members[0].rank], place, members[0], host)

@@ -31,11 +31,18 @@ _FLAG = "--config-dir="
 
 def print_lines(words: Sequence[str], settings: Mapping[str, str]) -> None:
     """Print what this host has, and the line of each host; start nothing."""
-    typed = [word for word in words if "=" in word or word.startswith("~")]
-    folders = [word.removeprefix(_FLAG) for word in typed if word.startswith(_FLAG)]
-    values = [word for word in typed if not word.startswith(_FLAG)]
+    typed, folders, values, others = list[str](), list[str](), list[str](), list[str]()
+    for word in words:
+        if word.startswith(_FLAG):
+            folders.append(word.removeprefix(_FLAG))
+        elif "=" in word or word.startswith("~"):
+            values.append(word)
+        else:
+            others.append(word)
+            continue
+        typed.append(word)
     config = prepare_run(values, Composer.of(*folders)).config
-    named = _hosts([word for word in words if word not in typed])
+    named = _hosts(others)
     port, found = settings["port"], network.interfaces()
     _refuse(config, port)
     hosts, ranks = named or [socket.gethostname()], local_ranks(config)
@@ -90,7 +97,7 @@ def _seen(found: Sequence[network.Interface], taken: network.Interface | None) -
     has = ", ".join([plural(len(gpus), "GPU"), *dict.fromkeys(gpus)])
     lines = [f"this host  {socket.gethostname()}: {has}, {plural(num_cores(), 'core')}"]
     for each in found:
-        note = ", leads to no other host" if each.is_inner else ""
+        note = ", leads to no other host" * each.is_inner
         if each == taken:
             note = ", taken for the ranks"
         lines.append(f"  {each.name:<16} {each.address:<16} {each.speed}{note}")
@@ -100,7 +107,9 @@ def _seen(found: Sequence[network.Interface], taken: network.Interface | None) -
 
 def _hosts(words: Sequence[str]) -> list[str]:
     """Read names of hosts; without any give those of this Slurm job, which knows its own."""
-    names = ",".join(words).split(",") if words else []
+    names = list[str]()
+    for word in words:
+        names += word.split(",")
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or names.count(name) > 1:
             example = "type each once, as gpu01 gpu02; in bash gpu{01..08} are eight"

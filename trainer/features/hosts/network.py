@@ -32,7 +32,9 @@ class Interface:
     def speed(self) -> str:
         """Its speed as the driver reports it, in words."""
         written = _read(_SYS / "net" / self.name / "speed")
-        return f"{int(written) / 1000:g} Gbit/s" if written.isdecimal() else "speed not known"
+        if written.isdecimal():
+            return f"{int(written) / 1000:g} Gbit/s"
+        return "speed not known"
 
 
 def interfaces() -> list[Interface]:
@@ -55,7 +57,8 @@ def address_of(host: str) -> str:
     """Give a host's address as this one knows it; empty where it knows none but a loopback."""
     with suppress(OSError, UnicodeError):
         address = socket.gethostbyname(host)
-        return "" if address.startswith("127.") else address
+        if not address.startswith("127."):
+            return address
     return ""
 
 

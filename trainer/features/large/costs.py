@@ -64,8 +64,9 @@ def estimate(
     if network is not None:
         network_s = sent / network
     if compute_s is not None and network_s is not None:
-        both = max(compute_s, network_s) if overlaps else compute_s + network_s
-        step_s = both + agree_s
+        step_s = compute_s + network_s + agree_s
+        if overlaps:
+            step_s = max(compute_s, network_s) + agree_s
         parts = {"computing": compute_s, "the network": network_s, "agreement": agree_s}
         bound = max(parts, key=lambda name: parts[name])
     return Estimate(

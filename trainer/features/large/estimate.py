@@ -52,7 +52,9 @@ class EstimateAtLarge(Feature):
             step = f"about {duration(found.step_s)} a step, most of it by {found.bound}"
         network, written = None, "type checkpoint.bandwidth=50GB/s for its seconds"
         if found.network_s is not None:
-            when = "meanwhile" if overlaps else "then"
+            when = "then"
+            if overlaps:
+                when = "meanwhile"
             rate = f"{size(sum(sent))} at {self._network}"
             network = f"{when} the network {duration(found.network_s)} ({rate})"
         if found.checkpoint_s is not None:
@@ -78,7 +80,9 @@ def _state_bytes(run_plan: RunPlan) -> int:
     tensors = [p for p in module.parameters() if p.requires_grad] + [*module.buffers()]
     found = sum(each.nbytes for each in tensors)
     # A rank has its shard of the optimizer's.
-    shards = run_plan.run.world.size // setup.replicas if setup.mode in SHARDED else 1
+    shards = 1
+    if setup.mode in SHARDED:
+        shards = run_plan.run.world.size // setup.replicas
     if predicted is not None:
         found += shards * (predicted.optimizer_state + predicted.average)
     return found
