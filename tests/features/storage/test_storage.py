@@ -16,6 +16,7 @@ from trainer import train
 from trainer.checkpoint.manifest import FileDigest, Manifest, dump, parse_manifest, verify_folder
 from trainer.cli.remote import bring, sent
 from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.run_folder import RunFolder
 from trainer.core.urls import copies_folder, copy_of, url_of
 from trainer.data.text import Text
 from trainer.features.storage.sending import Sender
@@ -172,17 +173,20 @@ def test_the_newest_intact_checkpoint_of_store_and_copy_is_what_a_run_goes_on_fr
     Store(URL).put("../../../x", b"")
     (copy / ".sent").unlink()
     shutil.rmtree(copy / "checkpoints")
-    bring(copy_of(RUNS), "records")
+    bring(copy_of(RUNS), whole=False)
     assert [each.name for each in copy.glob("checkpoints/*")] == ["step-00000004"]
     assert not [*copies_folder().rglob("x")]
     Flaky.is_away = True
-    bring(copy)
-    assert not [*copy.glob("checkpoints/*")], "without its tensors it is none"
+    with pytest.raises(NoCheckpointError, match="step 4 is in the store alone"):
+        bring(copy)
+    left_checkpoint(copy, 6)
+    assert not bring(copy)
+    assert RunFolder(copy).steps() == [6], "without its tensors it is none"
 
 
 def test_no_run_begins_anew_while_the_store_does_not_answer():
     Flaky.is_away = True
-    with pytest.raises(NoCheckpointError, match="does not answer, and no copy of a run is here"):
+    with pytest.raises(NoCheckpointError, match="does not answer, and has no copy here"):
         go(f"outputs={RUNS} resume=auto")
 
 
@@ -190,14 +194,14 @@ def test_data_are_read_anew_where_they_changed_and_from_the_copy_without_a_netwo
     url = "flaky://bucket/texts"
     for name, text in {"a.txt": "first\n", "b.txt": "second\n"}.items():
         Store(url).put(name, text.encode())
-    bring(copy_of(url), "data")
+    bring(copy_of(url))
     assert len(Text(url, holdout=0.5)) == 1
     Store(url).remove("b.txt")
     Store(url).put("a.txt", b"first\n\nthird\n\nlast\n")
-    bring(copy_of(url), "data")
+    bring(copy_of(url))
     assert [file.name for file in copy_of(url).iterdir()] == ["a.txt"]
     Flaky.is_away = True
-    assert not bring(copy_of(url), "data")
+    assert not bring(copy_of(url))
     assert "third" in (copy_of(url) / "a.txt").read_text()
     with pytest.raises(StoreError, match="ConnectionError: no network"):
         Store(url).objects()

@@ -1,23 +1,25 @@
-"""Send a run to its store behind the training, from a thread of the process that started it.
+"""Send a run's folder to its store behind the training, the manifests of checkpoints last.
 
-The files of a checkpoint go first, then the small records, then its manifest: who finds a manifest
-in the store finds the whole checkpoint. One that was pruned loses its manifest first.
+In the store a checkpoint without a manifest is none. Whatever is removed there loses it first.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
 from trainer.cli.exit_messages import print_notes
-from trainer.core.errors import SaveError
+from trainer.config.messages import clip
+from trainer.core import durable
+from trainer.core.errors import ConfigError, SaveError
 from trainer.core.format import shown_path
-from trainer.core.run_folder import RunFolder, step_of
+from trainer.core.run_folder import RunFolder, is_locked, is_sweep, step_of
 from trainer.core.urls import url_of
 from trainer.features.storage.copies import SENT
 from trainer.features.storage.store import Store, StoreError
@@ -30,7 +32,12 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def sending(folder: Path) -> Iterator[None]:
     """See `trainer/cli/remote.py`; `SaveError` where a run ended well and the store lacks of it."""
+    if is_locked(folder):
+        # The process that uses it sends it.
+        yield
+        return
     sender, is_over = Sender(folder, Store(url_of(folder) or "")), threading.Event()
+    sender.begin()
     thread = threading.Thread(target=sender.follow, args=(is_over,), name="storage", daemon=True)
     thread.start()
     ended_well = False
@@ -58,15 +65,31 @@ class Sender:
         self._is_new = not folder.exists()
         # What the store has: records by their state, and checkpoints
         self._records, self._checkpoints = dict[str, tuple[int, int]](), set[str]()
-        if (folder / SENT).exists():
+
+    def begin(self) -> None:
+        """Find what the store has; a store that refuses is a `ConfigError`, before any step."""
+        if (self._folder / SENT).exists():
             self._records, self._checkpoints = self._find()
+        try:
+            self._store.try_writing()
+            here = self._find()[1]
+            for name in self._store.objects():
+                checkpoint, _, file = name.rpartition("/")
+                # Of a step that was pruned here before it was there
+                if file == RunFolder.MANIFEST and checkpoint not in here:
+                    self._checkpoints.add(checkpoint)
+        except StoreError as error:
+            # What is away may come back.
+            if error.is_refusal:
+                text = f"{error}; to write there, bucket and credentials have to be right"
+                raise ConfigError(clip(f"{url_of(self._folder)}: {text}")) from error
 
     def follow(self, is_over: threading.Event) -> None:
         """Send once the run has a plan, and where a checkpoint is new or gone, until it is over."""
         before = set[str]()
         while not is_over.wait(SEND_POLL_S):
             records, checkpoints = self._find()
-            now = checkpoints | {name for name in records if name.endswith(RunFolder.PLAN)}
+            now = checkpoints | {name for name in records if name == RunFolder.PLAN}
             if now != before:
                 before = now
                 self.send()
@@ -88,7 +111,7 @@ class Sender:
         return self.fault
 
     def _send(self) -> None:
-        """Send all that is new, and remove what was pruned."""
+        """Send all that is new, the newest first, and remove what was pruned."""
         if not self._folder.exists():
             # What fails before its first step takes its folder back.
             if self._is_new and self._records and not self._checkpoints:
@@ -96,52 +119,56 @@ class Sender:
             return
         records, checkpoints = self._find()
         if checkpoints - self._checkpoints or records != self._records:
-            for mark in self._folder.glob(f"**/{SENT}"):
-                mark.unlink()
-        manifests = dict[str, bytes]()
-        for name in sorted(checkpoints - self._checkpoints):
-            try:
-                manifests[name] = self._send_files(name)
-            except (StoreError, FileNotFoundError):
-                if (self._folder / name).exists():
-                    raise
-                # It was pruned meanwhile.
-                self._store.remove(name)
-        self._send_records(records)
-        for name, manifest in manifests.items():
-            self._store.put(f"{name}/{RunFolder.MANIFEST}", manifest)
-            self._checkpoints.add(name)
-        for name in self._checkpoints - self._find()[1]:
+            (self._folder / SENT).unlink(missing_ok=True)
+        for name in sorted(checkpoints - self._checkpoints, reverse=True):
+            # It may be pruned before it is linked.
+            with suppress(FileNotFoundError):
+                self._send_checkpoint(name)
+        self._send_records()
+        gone = self._checkpoints - self._find()[1]
+        # Of a store that lags behind the newest stays until there is a newer one.
+        if gone == self._checkpoints:
+            gone -= {*sorted(gone)[-1:]}
+        for name in gone:
             self._store.remove(name)
             self._checkpoints.remove(name)
 
-    def _send_files(self, checkpoint: str) -> bytes:
-        """Send all but the manifest, unless all of it is there; gives the manifest."""
-        folder = self._folder / checkpoint
-        manifest = (folder / RunFolder.MANIFEST).read_bytes()
-        there = self._store.read(f"{checkpoint}/{RunFolder.MANIFEST}")
-        if there not in {None, manifest}:
-            # Of another run of the same step: nobody may find it beside files of this one.
-            self._store.remove(checkpoint)
-        for file in sorted(folder.iterdir()):
-            if there != manifest and file.name != RunFolder.MANIFEST:
-                self._store.put(f"{checkpoint}/{file.name}", file)
-        return manifest
+    def _send_checkpoint(self, name: str) -> None:
+        """Send its files, the records, and then its manifest."""
+        with _linked(self._folder / name) as folder:
+            manifest = (folder / RunFolder.MANIFEST).read_bytes()
+            there = self._store.read(f"{name}/{RunFolder.MANIFEST}")
+            if there not in {None, manifest}:
+                # Of another run of the same step: nobody may find it beside files of this one.
+                self._store.remove(name)
+            for file in sorted(folder.iterdir()):
+                if there != manifest and file.name != RunFolder.MANIFEST:
+                    self._store.put(f"{name}/{file.name}", file)
+            self._send_records()
+            self._store.put(f"{name}/{RunFolder.MANIFEST}", manifest)
+            self._checkpoints.add(name)
 
-    def _send_records(self, records: Mapping[str, tuple[int, int]]) -> None:
-        for name, state in records.items():
+    def _send_records(self) -> None:
+        for name, state in self._find()[0].items():
             # One may be removed meanwhile, as what a run failed by before.
             if self._records.get(name) != state and (file := self._folder / name).exists():
-                self._store.put(name, file.read_bytes())
+                self._store.put(name, file)
                 self._records[name] = state
 
     def _find(self) -> tuple[dict[str, tuple[int, int]], set[str]]:
-        """Find records, each with the time of its last change and its size, and checkpoints."""
+        """Find records, each with the time of its last change and its size, and checkpoints.
+
+        Jobs of a sweep are left out, for each of them is sent by itself.
+        """
         records, checkpoints = dict[str, tuple[int, int]](), set[str]()
         for place, folders, files in os.walk(self._folder):
-            # What is unfinished begins with a dot, too.
-            folders[:] = [each for each in folders if each[0] != "." or each == RunFolder.HYDRA]
-            folder = Path(place)
+            folder, inner = Path(place), list[str]()
+            for each in folders:
+                # What is unfinished begins with a dot, too.
+                is_ours = each[0] != "." or each == RunFolder.HYDRA
+                if is_ours and not (is_sweep(folder) and RunFolder(folder / each).is_run):
+                    inner.append(each)
+            folders[:] = inner
             if folder.parent.name == RunFolder.CHECKPOINTS:
                 # Of one that was only listed the manifest is all that is here.
                 if step_of(folder) is not None and RunFolder.MANIFEST in files and files[1:]:
@@ -155,3 +182,20 @@ class Sender:
                         path = str((folder / name).relative_to(self._folder))
                         records[path] = status.st_mtime_ns, status.st_size
         return records, checkpoints
+
+
+@contextmanager
+def _linked(checkpoint: Path) -> Iterator[Path]:
+    """Link a checkpoint's files, or copy them, for they may be pruned while they are sent."""
+    links = checkpoint.parents[1] / f"{durable.UNFINISHED}sending"
+    durable.discard(links)
+    links.mkdir()
+    try:
+        for file in checkpoint.iterdir():
+            try:
+                os.link(file, links / file.name)
+            except OSError:
+                shutil.copyfile(file, links / file.name)
+        yield links
+    finally:
+        durable.discard(links)
