@@ -187,7 +187,7 @@ def _find(
     else:
         run = saved_runs.newest(outputs, name)
     if run is None and not answered:
-        raise NoCheckpointError(f"{key}=auto: the store does not answer, and has no copy here")
+        raise NoCheckpointError(f"{key}=auto: the store is away; leave it out to begin a run")
     if run is not None:
         remote.bring(run.path)
         consent.refuse_odd_files(run.path)

@@ -186,7 +186,7 @@ def test_the_newest_intact_checkpoint_of_store_and_copy_is_what_a_run_goes_on_fr
 
 def test_no_run_begins_anew_while_the_store_does_not_answer():
     Flaky.is_away = True
-    with pytest.raises(NoCheckpointError, match="does not answer, and has no copy here"):
+    with pytest.raises(NoCheckpointError, match="the store is away; leave it out to begin a run"):
         go(f"outputs={RUNS} resume=auto")
 
 

@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import DamagedError, OtherFormatError, verify_f
 from trainer.cli.exit_messages import print_notes
 from trainer.config.messages import clip
 from trainer.core import durable
-from trainer.core.errors import NoCheckpointError
+from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.run_folder import SWEEP_FILES, RunFolder, is_locked, step_of
 from trainer.core.urls import copies_folder, url_of
 from trainer.features.storage.store import Info, Store, StoreError, time_of
@@ -39,7 +39,8 @@ def bring_copy(path: Path, is_whole: bool) -> bool:
             _Copy(path, store.objects(), is_whole=is_whole).bring(store)
         except StoreError as error:
             if error.is_refusal:
-                raise NoCheckpointError(clip(f"{url}: {error}")) from error
+                text = f"{error}; check the bucket's name and the credentials"
+                raise ConfigError(clip(f"{url}: {text}")) from error
             if is_whole:
                 _refuse_stub(path, error)
             text = f"{error}; its copy on this machine is used, if there is one"
@@ -92,13 +93,7 @@ class _Copy:
 
         First come the manifests, so that a copy that breaks off knows which steps it lacks.
         """
-        runs, ahead = set[Path](), set[Path]()
-        for file in self._records:
-            folder = file.parent
-            if file.name in {RunFolder.CONFIG, *SWEEP_FILES} and folder.name != RunFolder.HYDRA:
-                runs.add(folder)
-                if self._is_ahead(RunFolder(folder)):
-                    ahead.add(folder)
+        runs, ahead = self._runs()
         checkpoints = dict[Path, Mapping[str, Info]]()
         for folder, files in self._checkpoints.items():
             if ahead.isdisjoint(folder.parents):
@@ -116,9 +111,21 @@ class _Copy:
                 if not _is_intact(folder):
                     _bring_checkpoint(store, folder, files)
             self._remove_others()
-        for run in runs - ahead:
+        for run in runs:
             (run / SENT).touch()
         _drop_stubs(self._path, self._checkpoints)
+
+    def _runs(self) -> tuple[set[Path], set[Path]]:
+        """Find the folders of runs and sweeps, and beside them those that are ahead."""
+        runs, ahead = set[Path](), set[Path]()
+        for file in self._records:
+            folder = file.parent
+            if file.name in {RunFolder.CONFIG, *SWEEP_FILES} and folder.name != RunFolder.HYDRA:
+                found = runs
+                if self._is_ahead(RunFolder(folder)):
+                    found = ahead
+                found.add(folder)
+        return runs, ahead
 
     def _remove_others(self) -> None:
         """Remove data that the store has no more; nothing of runs among them."""

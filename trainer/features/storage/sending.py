@@ -36,7 +36,10 @@ def sending(folder: Path) -> Iterator[None]:
         # The process that uses it sends it.
         yield
         return
-    sender, is_over = Sender(folder, Store(url_of(folder) or "")), threading.Event()
+    url = url_of(folder) or ""
+    if url.startswith("memory://"):
+        print_notes([f"warning: {url}: is gone when this process ends; its copy is {folder}"])
+    sender, is_over = Sender(folder, Store(url)), threading.Event()
     sender.begin()
     thread = threading.Thread(target=sender.follow, args=(is_over,), name="storage", daemon=True)
     thread.start()
@@ -48,9 +51,9 @@ def sending(folder: Path) -> Iterator[None]:
         is_over.set()
         thread.join()
         if sender.send(is_last=True):
-            url = shown_path(folder)
-            text = f"{url}: lacks the end of this run ({sender.fault}), which is in {folder}"
-            text += f"; train resume={url} on this machine sends it"
+            text = f"lacks the end of this run ({sender.fault}), which is in {folder}"
+            text += f"; train resume={shown_path(folder)} on this machine sends it"
+            text = f"{shown_path(folder)}: {text}"
             if ended_well:
                 raise SaveError(text)
             print_notes([text])
@@ -67,21 +70,25 @@ class Sender:
         self._records, self._checkpoints = dict[str, tuple[int, int]](), set[str]()
 
     def begin(self) -> None:
-        """Find what the store has; a store that refuses is a `ConfigError`, before any step."""
-        if (self._folder / SENT).exists():
-            self._records, self._checkpoints = self._find()
+        """Find what the store has; one that refuses a new run is a `ConfigError`, before any step.
+
+        One that is away may come back.
+        """
         try:
-            self._store.try_writing()
-            here = self._find()[1]
-            for name in self._store.objects():
-                checkpoint, _, file = name.rpartition("/")
-                # Of a step that was pruned here before it was there
-                if file == RunFolder.MANIFEST and checkpoint not in here:
-                    self._checkpoints.add(checkpoint)
+            if self._is_new:
+                self._store.try_writing()
+            elif (self._folder / SENT).exists():
+                self._records, self._checkpoints = self._find()
+            else:
+                here = self._find()[1]
+                for name in self._store.objects():
+                    checkpoint, _, file = name.rpartition("/")
+                    # Of a step that this machine pruned, and could not say so
+                    if file == RunFolder.MANIFEST and checkpoint not in here:
+                        self._checkpoints.add(checkpoint)
         except StoreError as error:
-            # What is away may come back.
-            if error.is_refusal:
-                text = f"{error}; to write there, bucket and credentials have to be right"
+            if self._is_new and error.is_refusal:
+                text = f"{error}; nothing can be written there, so no run begins"
                 raise ConfigError(clip(f"{url_of(self._folder)}: {text}")) from error
 
     def follow(self, is_over: threading.Event) -> None:

@@ -20,9 +20,10 @@ def in_use(folder: Path) -> Iterator[None]:
 
     A sweep that another process runs is that one's to report.
     """
-    durable.make_folders(folder)
-    with remote.sent(folder), hold(folder):
-        yield
+    with remote.sent(folder):
+        durable.make_folders(folder)
+        with hold(folder):
+            yield
 
 
 def newest_sweep(typed: str, overrides: Sequence[str], file: str = GRID_FILE) -> Path | None:
