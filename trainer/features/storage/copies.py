@@ -136,10 +136,12 @@ class _Copy:
 
     def _is_ahead(self, run: RunFolder) -> bool:
         """Whether a run is in use here, or was and was not sent, with no older a checkpoint."""
-        theirs = [step_of(each) or 0 for each in self._checkpoints if run.path in each.parents]
+        theirs = [step_of(each) or 0 for each in self._checkpoints if run.path == each.parents[1]]
         is_older = max(run.steps(), default=0) < max(theirs, default=0)
-        was_used = (run.path / RunFolder.LOCK).exists() and not (run.path / SENT).exists()
-        return is_locked(run.path) or (was_used and not is_older)
+        # Jobs are sent with their sweep.
+        is_sent = any((each / SENT).exists() for each in (run.path, run.path.parent))
+        was_used = (run.path / RunFolder.LOCK).exists()
+        return is_locked(run.path) or (was_used and not is_sent and not is_older)
 
 
 def _bring_checkpoint(store: Store, folder: Path, files: Mapping[str, Info]) -> None:

@@ -19,7 +19,7 @@ from trainer.config.messages import clip
 from trainer.core import durable
 from trainer.core.errors import ConfigError, SaveError
 from trainer.core.format import shown_path
-from trainer.core.run_folder import RunFolder, is_locked, is_sweep, step_of
+from trainer.core.run_folder import RunFolder, is_locked, step_of
 from trainer.core.urls import url_of
 from trainer.features.storage.copies import SENT
 from trainer.features.storage.store import Store, StoreError
@@ -96,7 +96,7 @@ class Sender:
         before = set[str]()
         while not is_over.wait(SEND_POLL_S):
             records, checkpoints = self._find()
-            now = checkpoints | {name for name in records if name == RunFolder.PLAN}
+            now = checkpoints | {name for name in records if name.endswith(RunFolder.PLAN)}
             if now != before:
                 before = now
                 self.send()
@@ -126,19 +126,19 @@ class Sender:
             return
         records, checkpoints = self._find()
         if checkpoints - self._checkpoints or records != self._records:
-            (self._folder / SENT).unlink(missing_ok=True)
+            for mark in self._folder.glob(f"**/{SENT}"):
+                mark.unlink()
         for name in sorted(checkpoints - self._checkpoints, reverse=True):
             # It may be pruned before it is linked.
             with suppress(FileNotFoundError):
                 self._send_checkpoint(name)
         self._send_records()
-        gone = self._checkpoints - self._find()[1]
-        # Of a store that lags behind the newest stays until there is a newer one.
-        if gone == self._checkpoints:
-            gone -= {*sorted(gone)[-1:]}
-        for name in gone:
-            self._store.remove(name)
-            self._checkpoints.remove(name)
+        for name in sorted(self._checkpoints - self._find()[1]):
+            beside = {each for each in self._checkpoints if Path(each).parent == Path(name).parent}
+            # Of a store that lags behind the newest stays until there is a newer one.
+            if name != max(beside):
+                self._store.remove(name)
+                self._checkpoints.remove(name)
 
     def _send_checkpoint(self, name: str) -> None:
         """Send its files, the records, and then its manifest."""
@@ -163,19 +163,12 @@ class Sender:
                 self._records[name] = state
 
     def _find(self) -> tuple[dict[str, tuple[int, int]], set[str]]:
-        """Find records, each with the time of its last change and its size, and checkpoints.
-
-        Jobs of a sweep are left out, for each of them is sent by itself.
-        """
+        """Find records, each with the time of its last change and its size, and checkpoints."""
         records, checkpoints = dict[str, tuple[int, int]](), set[str]()
         for place, folders, files in os.walk(self._folder):
-            folder, inner = Path(place), list[str]()
-            for each in folders:
-                # What is unfinished begins with a dot, too.
-                is_ours = each[0] != "." or each == RunFolder.HYDRA
-                if is_ours and not (is_sweep(folder) and RunFolder(folder / each).is_run):
-                    inner.append(each)
-            folders[:] = inner
+            # What is unfinished begins with a dot, too.
+            folders[:] = [each for each in folders if each[0] != "." or each == RunFolder.HYDRA]
+            folder = Path(place)
             if folder.parent.name == RunFolder.CHECKPOINTS:
                 # Of one that was only listed the manifest is all that is here.
                 if step_of(folder) is not None and RunFolder.MANIFEST in files and files[1:]:
