@@ -14,7 +14,6 @@ from typing import final
 
 from trainer.checkpoint.manifest import DamagedError, OtherFormatError, verify_folder
 from trainer.cli.exit_messages import print_notes
-from trainer.config.messages import clip
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.run_folder import SWEEP_FILES, RunFolder, is_locked, step_of
@@ -40,7 +39,7 @@ def bring_copy(path: Path, is_whole: bool) -> bool:
         except StoreError as error:
             if error.is_refusal:
                 text = f"{error}; check the bucket's name and the credentials"
-                raise ConfigError(clip(f"{url}: {text}")) from error
+                raise ConfigError(f"{url}: {text}") from error
             if is_whole:
                 _refuse_stub(path, error)
             text = f"{error}; its copy on this machine is used, if there is one"
@@ -56,7 +55,7 @@ def _refuse_stub(run: Path, error: StoreError) -> None:
         if not _is_stub(folder):
             break
         text = f"step {step} is in the store alone, and the copy would go on from before it"
-        raise NoCheckpointError(clip(f"{url_of(run)}: {error}; {text}"))
+        raise NoCheckpointError(f"{url_of(run)}: {error}; {text}")
     _drop_stubs(run)
 
 

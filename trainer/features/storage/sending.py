@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import final
 
 from trainer.cli.exit_messages import print_notes
-from trainer.config.messages import clip
 from trainer.core import durable
 from trainer.core.errors import ConfigError, SaveError
 from trainer.core.format import shown_path
@@ -89,7 +88,7 @@ class Sender:
         except StoreError as error:
             if self._is_new and error.is_refusal:
                 text = f"{error}; nothing can be written there, so no run begins"
-                raise ConfigError(clip(f"{url_of(self._folder)}: {text}")) from error
+                raise ConfigError(f"{url_of(self._folder)}: {text}") from error
 
     def follow(self, is_over: threading.Event) -> None:
         """Send once the run has a plan, and where a checkpoint is new or gone, until it is over."""
