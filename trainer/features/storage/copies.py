@@ -19,6 +19,7 @@ from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.run_folder import SWEEP_FILES, RunFolder, is_locked, step_of
 from trainer.core.urls import copies_folder, url_of
 from trainer.features.storage.store import Info, Store, StoreError, time_of
+from trainer.launch.membership import membership
 
 SENT = ".sent"  # in a copy that has nothing which its store lacks
 _CLOCK_S = 1e-3  # a file system may round a time to this
@@ -93,7 +94,7 @@ class _Copy:
         First come the manifests, so that a copy that breaks off knows which steps it lacks.
         """
         runs, ahead = self._runs()
-        checkpoints = dict[Path, Mapping[str, Info]]()
+        checkpoints = dict[Path, dict[str, Info]]()
         for folder, files in self._checkpoints.items():
             if ahead.isdisjoint(folder.parents):
                 checkpoints[folder] = files
@@ -162,6 +163,10 @@ def _get_all(store: Store, wanted: Mapping[Path, Info]) -> bool:
 
 
 def _is_intact(checkpoint: Path) -> bool:
+    """Whether a checkpoint is here as its manifest has it; the first rank of a machine reads it."""
+    place = membership()
+    if place is not None and place.local_rank > 0:
+        return len([*checkpoint.glob("*")]) > 1
     with suppress(DamagedError, OtherFormatError, OSError):
         return verify_folder(checkpoint) is not None
     return False
