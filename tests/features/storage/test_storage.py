@@ -242,6 +242,13 @@ def test_a_process_that_reads_a_run_leaves_what_another_machine_trains(store):
         (copy_of(URL) / "evaluate.json").write_text("{}")
     assert whole_steps(store) == [2, 4]
     assert theirs.read("evaluate.json") == b"{}"
+    # What is pruned there stays so; a record that someone removed is sent again.
+    theirs.remove("checkpoints/step-00000002")
+    theirs.remove("status.json")
+    with sent(copy_of(URL)):
+        pass
+    assert whole_steps(store) == [4]
+    assert theirs.read("status.json")
     with in_use(copy_of(URL)), sent(copy_of(URL)):
         (copy_of(URL) / "evaluate.json").write_text('{"loss": 1}')
     assert theirs.read("evaluate.json") == b"{}", "who uses the run sends it"

@@ -73,22 +73,26 @@ class Sender:
 
         One that is away may come back.
         """
+        is_sent, (records, here) = (self._folder / SENT).exists(), self._find()
+        if is_sent:
+            self._checkpoints = here
         try:
             if self._is_new:
                 self._store.try_writing()
-            elif (self._folder / SENT).exists():
-                self._records, self._checkpoints = self._find()
-            else:
-                here = self._find()[1]
-                for name in self._store.objects():
-                    checkpoint, _, file = name.rpartition("/")
-                    # Of a step that this machine pruned, and could not say so
-                    if file == RunFolder.MANIFEST and checkpoint not in here:
-                        self._checkpoints.add(checkpoint)
+                return
+            for name in self._store.objects():
+                checkpoint, _, file = name.rpartition("/")
+                if is_sent and name in records:
+                    self._records[name] = records[name]
+                # What is not here was pruned, and this machine could not say so.
+                if not is_sent and file == RunFolder.MANIFEST and checkpoint not in here:
+                    self._checkpoints.add(checkpoint)
         except StoreError as error:
             if self._is_new and error.is_refusal:
                 text = f"{error}; nothing can be written there, so no run begins"
                 raise ConfigError(f"{url_of(self._folder)}: {text}") from error
+            if is_sent:
+                self._records = records
 
     def follow(self, is_over: threading.Event) -> None:
         """Send once the run has a plan, and where a checkpoint is new or gone, until it is over."""
