@@ -253,7 +253,7 @@ def explain(error: BaseException) -> list[str]:
         if isinstance(cause, ConfigError):
             return list(cause.faults)
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-            text = str(cause).splitlines()[0]
+            text = str(cause).splitlines()[0].rpartition("resolving interpolation: ")[2]
             if text.endswith("is not in struct"):
                 text = f"no such setting; +{cause.full_key}=VALUE adds one"
             return [clip(f"{cause.full_key}: {text}")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +20,7 @@ from trainer.config.components import (
     EVAL_SETS,
     NAMES_A_PATH,
     ExistingPath,
+    PathOrName,
     WeightsPath,
     owner_of,
 )
@@ -52,6 +53,8 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     targets |= {key: each["_target_"] for key, each in sources(to_plain(config)).items()}
     declare = _arguments(targets, ExistingPath)
     weights = {"init", *_arguments(targets, WeightsPath)}
+    from_stores = declare | _arguments(targets, PathOrName)
+    reads_data = config.command not in commands_without_data()
     for key, value in values.items():
         is_named = owner_of(key) and NAMES_A_PATH.fullmatch(key)
         is_argument = is_named or key in declare
@@ -65,8 +68,9 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
         listed = value if isinstance(value, list) else [value]
         texts = [*filter(None, listed)]
         if all(isinstance(each, str) for each in texts):
-            if key in declare and key.rpartition(".")[2] in {"path", "eval_path"}:
-                _bring_data(config, texts)
+            if reads_data and key in from_stores and owner_of(key) == "data":
+                for text in texts:
+                    remote.bring(expanded(text))
             find = partial(_weights_in_full, config, key) if key in weights else in_full
             paths = [*map(find, texts)]
             line = ",".join(map(quote, paths))
@@ -87,13 +91,6 @@ def _arguments(targets: Mapping[str, str], wanted: object) -> set[str]:
     return found
 
 
-def _bring_data(config: RunConfig, paths: Iterable[str]) -> None:
-    """Bring what URLs name as data, where a command reads data."""
-    if config.command not in commands_without_data():
-        for path in filter(is_url, paths):
-            remote.bring(expanded(path).absolute(), "data")
-
-
 def in_full(path: str) -> str:
     """Make a path absolute; one that is not there may be a name on a hub, and stays."""
     return path if is_url(path) or not exists(path) else str(expanded(path).absolute())
@@ -104,13 +101,10 @@ def _weights_in_full(config: RunConfig, key: str, init: str) -> str:
 
     A name of weights in the hub's cache means these, whatever runs there are.
     """
-    remote.bring(weights_path(init).absolute())
+    remote.bring(weights_path(init))
     if not exists(str(weights_path(init))):
         outputs = expanded(config.outputs).absolute()
-        remote.bring(outputs, "records")
-        found = called(key, init, outputs, suits=RunFolder.steps)
-        remote.bring(found or outputs, "run" if found else "records")
-        return str(found or init)
+        return str(called(key, init, outputs, suits=RunFolder.steps) or init)
     return in_full(init)
 
 

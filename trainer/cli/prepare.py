@@ -145,7 +145,7 @@ def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
     """Read a checkpoint's folder under `run` or `resume` as the run and the step that it is of."""
     found = list(overrides)
     for key in ("run", "resume"):
-        path = Path(word_of(overrides, key) or ".")
+        path = expanded(word_of(overrides, key) or ".")
         step = step_of(path) if path.parent.name == RunFolder.CHECKPOINTS else None
         if step is not None and word_of(overrides, "step") is None:
             lines = f"{key}={quote(path.parent.parent)}", f"step={step}"
@@ -158,6 +158,7 @@ def _find(
 ) -> RunFolder | None:
     command = word_of(overrides, "command")
     if typed != AUTO:
+        remote.bring(expanded(typed))
         is_read = command in READING and key == "run"
         outputs = expanded(word_of(overrides, "outputs") or "outputs")
         return saved_runs.find(typed, key, outputs, to_train=not is_read)
@@ -169,7 +170,7 @@ def _find(
         # The check of the new run names all that is wrong.
         return None
     outputs = expanded(str(full.outputs)).absolute()
-    answered = remote.bring(outputs, "records")
+    answered = remote.bring(outputs, whole=False)
     folder = Path(str(full.hydra.run.dir)).absolute()
     name = None if full.name is None else str(full.name)
     if key == "run":
@@ -186,9 +187,7 @@ def _find(
     else:
         run = saved_runs.newest(outputs, name)
     if run is None and not answered:
-        # A run that begins anew would stand beside the one that nobody sees.
-        text = "the store does not answer, and no copy of a run is here; leave it out to begin one"
-        raise NoCheckpointError(f"{key}=auto: {text}")
+        raise NoCheckpointError(f"{key}=auto: the store is away; leave it out to begin a run")
     if run is not None:
         remote.bring(run.path)
         consent.refuse_odd_files(run.path)

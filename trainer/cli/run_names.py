@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import final
 
+from trainer.cli import remote
 from trainer.cli.exit_messages import print_notes
 from trainer.config.messages import MIN_SIMILARITY, clip
 from trainer.core.errors import NoCheckpointError
@@ -95,8 +96,9 @@ def called(
 ) -> Path | None:
     """Give the folder of the newest run that a word names under a key; None where none does.
 
-    Of several it is one that suits, if any does, and a line says which.
+    Of several it is one that suits, if any does, and a line says which. Of a URL it is brought.
     """
+    remote.bring(outputs, whole=False)
     names, runs = training_names(outputs), list[Path]()
     found = names.find(word)
     for folder in found:
@@ -114,6 +116,7 @@ def called(
         what = "the newest" if chosen == runs[0] else "the newest that can be used"
         text = f"{len(runs)} runs have this name; this is {what}: {shown_path(chosen)}"
         _say_once(clip(f"{key}={word}: {text}"))
+    remote.bring(chosen, whole=not takes_sweep)
     return chosen
 
 

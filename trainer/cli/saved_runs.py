@@ -12,7 +12,6 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
-from trainer.cli import remote
 from trainer.cli.overrides import ConfigGroups, dotted, parse, read_override, without
 from trainer.cli.run_names import called, unknown_run
 from trainer.config import run_config, trackers
@@ -41,12 +40,9 @@ def find(typed: str, key: str, outputs: Path, *, to_train: bool) -> RunFolder:
     With `to_train` it has to be a training run that can go on.
     """
     path = expanded(typed).absolute()
-    remote.bring(path)
     if not _is_whole(path):
-        remote.bring(outputs.absolute(), "records")
         suits: Callable[[RunFolder], object] = can_go_on if to_train else RunFolder.steps
         path = called(key, typed, outputs.absolute(), suits=suits) or path
-        remote.bring(path)
     if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
         raise NoCheckpointError(unknown_run(key, typed, outputs.absolute()))
     if not _is_whole(path):

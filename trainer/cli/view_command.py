@@ -26,7 +26,7 @@ def show_runs(command: str, settings: Sequence[str]) -> str:
     hints = {"name": " Type run=NAME.", "run": " Of several runs type run=RUN,RUN"}
     typed = read_settings(command, settings, SETTINGS, hints)
     outputs = expanded(typed["outputs"])
-    remote.bring(outputs.absolute(), "records")
+    remote.bring(outputs, whole=False)
     folders = [_found(name, outputs) for name in _listed(typed["run"])]
     runs = list[Path]()
     for folder in folders:
@@ -41,8 +41,7 @@ def show_runs(command: str, settings: Sequence[str]) -> str:
         file = folders[0] / view.file
     if typed["to"]:
         file = expanded(typed["to"])
-    place = file.parent.absolute() if len(folders) == 1 else Path()
-    with remote.sent(place), as_save_error(file):
+    with remote.sent(folders[0]), as_save_error(file):
         make_folders(file.parent.absolute())
         view.write(runs, file)
     return f"{plural(len(runs), 'run')}: {shown_path(file)}"
@@ -74,7 +73,7 @@ def _found(typed: str, outputs: Path) -> Path:
     path = expanded(typed).absolute()
     if path.parent.name == RunFolder.CHECKPOINTS:
         path = path.parent.parent
-    remote.bring(path, "records")
+    remote.bring(path, whole=False)
     if not runs_in(path):
         path = called("run", typed, outputs.absolute(), takes_sweep=True) or path
     if not path.is_dir():

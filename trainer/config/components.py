@@ -103,6 +103,7 @@ Address = Annotated[NonEmptyText, SENDS]
 ExistingPath = Annotated[
     str, BeforeValidator(_as_text), Field(description="the path of a file or folder")
 ]
+PathOrName = Annotated[NonEmptyText, "may be a name on the hub"]
 WeightsPath = Annotated[
     str, BeforeValidator(_as_text), Field(description="a run, or the path or name of weights")
 ]

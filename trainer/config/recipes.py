@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -31,7 +30,6 @@ from trainer.config.messages import clip, did_you_mean_file, line, lookup, one_l
 from trainer.config.option_files import OWN, data_dir
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
-from trainer.core.urls import is_url
 
 RECIPE_GROUP = "recipe"
 FOLDERS_VARIABLE = "TRAIN_RECIPES"
@@ -93,16 +91,8 @@ def register(own_folder: str | None = None) -> None:
     Plugins.instance().register(RecipeSource)
     Plugins.instance().register(OptionFolders)
     OmegaConf.register_new_resolver("or", lambda a, b: b if a is None else a, replace=True)
+    OmegaConf.register_new_resolver("folder", lambda a: str(expanded(str(a))), replace=True)
     OmegaConf.register_new_resolver("unless", lambda a, b: b if a is None else None, replace=True)
-    OmegaConf.register_new_resolver("folder", _folder, replace=True)
-
-
-def _folder(typed: str) -> str:
-    """Give the folder that runs are written to, of a URL that of its copy."""
-    # What is wrong with it is said with all other faults.
-    with suppress(ConfigError):
-        return str(expanded(typed)) if is_url(typed) else typed
-    return typed
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -139,8 +139,6 @@ def _place_faults(view: Tree) -> Iterator[str]:
     if is_url(str(view["export.to"])):
         yield line("export.to", view["export.to"], "must be a folder; copy what is written there")
     outputs = str(view["outputs"])
-    if outputs.endswith("://"):
-        yield line("outputs", outputs, "names no bucket; as in s3://bucket/runs")
     if ".." in PurePath(outputs).parts or outputs.startswith("~"):
         yield line("outputs", outputs, "must not lead upwards with .., or begin with ~")
 

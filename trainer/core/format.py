@@ -159,15 +159,10 @@ def python_text(text: str) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Write a path as one would type it from here: relative below the current folder, quoted.
-
-    Of a copy it is the URL.
-    """
-    if (url := url_of(path)) is not None:
-        return shlex.quote(url)
+    """Write a path as one would type it from here, quoted: relative, or the URL of a copy."""
     with suppress(ValueError, OSError):
         path = path.absolute().relative_to(Path.cwd())
-    return shlex.quote(str(path))
+    return shlex.quote(url_of(path) or str(path))
 
 
 METRIC_TITLES = "metric_titles"

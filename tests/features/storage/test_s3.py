@@ -167,3 +167,16 @@ def test_a_run_outlives_a_store_that_is_away(server):
     ended = started("start", resume="auto", steps="12").end()
     assert (ended.code, ended.errors) == (0, [])
     assert server.steps("start") == [10, 12]
+
+
+@pytest.mark.usefixtures("server")
+def test_folders_that_are_objects_and_names_that_begin_the_same_are_no_data():
+    store, text = fsspec.filesystem("s3", skip_instance_cache=True), b"first\n\nsecond\n\nthird\n"
+    for name in ("data/", "data/inner/", "data/a.txt", "data/inner/b.txt", "data2/c.txt"):
+        store.pipe_file(f"bucket/{name}", text * (not name.endswith("/")))
+    words = "data=text data.path=s3://bucket/data model=gpt_tiny batch.global=2"
+    ended = python(f"-m trainer plan {words}", Path.cwd())
+    files = [
+        str(file.relative_to("cache/storage")) for file in Path("cache/storage").rglob("*.txt")
+    ]
+    assert sorted(files) == ["s3/bucket/data/a.txt", "s3/bucket/data/inner/b.txt"], ended.stderr

@@ -14,8 +14,11 @@ from tests.lib.run_folders import left_run
 from tests.lib.run_support import go, in_use, shell, steps
 from trainer import train
 from trainer.checkpoint.manifest import FileDigest, Manifest, dump, parse_manifest, verify_folder
+from trainer.cli.compose import Composer
+from trainer.cli.overrides import parse
 from trainer.cli.remote import bring, sent
-from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
+from trainer.core.run_folder import RunFolder
 from trainer.core.urls import copies_folder, copy_of, url_of
 from trainer.data.text import Text
 from trainer.features.storage.sending import Sender
@@ -30,7 +33,7 @@ class Flaky(MemoryFileSystem):
     """A store in memory that refuses from its n-th change on, in its midst, or answers nothing."""
 
     protocol, store, pseudo_dirs = "flaky", {}, [""]
-    changes_left, is_away = None, False
+    changes_left, is_away, meanwhile = None, False, None
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -40,6 +43,10 @@ class Flaky(MemoryFileSystem):
         found = super().__getattribute__(name)
         if Flaky.is_away and name in (*CHANGES, "find", "cat_file", "get_file", "exists"):
             raise ConnectionError("no network")
+        if Flaky.meanwhile and name in ("put_file", "get_file"):
+            # What another process does, while a file is on its way
+            meanwhile, Flaky.meanwhile = Flaky.meanwhile, None
+            meanwhile()
         return (lambda *a, **k: self.change(found, *a, **k)) if name in CHANGES else found
 
     def change(self, made, *args, **options):
@@ -55,6 +62,7 @@ def store(cache, monkeypatch):
     for name, value in {"store": {}, "pseudo_dirs": [""], "changes_left": None}.items():
         monkeypatch.setattr(Flaky, name, value)
     monkeypatch.setattr(Flaky, "is_away", False)
+    monkeypatch.setattr(Flaky, "meanwhile", None)
     monkeypatch.setattr("trainer.features.storage.sending.SEND_POLL_S", 0.02)
     MemoryFileSystem.store.clear()
     return Flaky()
@@ -172,17 +180,20 @@ def test_the_newest_intact_checkpoint_of_store_and_copy_is_what_a_run_goes_on_fr
     Store(URL).put("../../../x", b"")
     (copy / ".sent").unlink()
     shutil.rmtree(copy / "checkpoints")
-    bring(copy_of(RUNS), "records")
+    bring(copy_of(RUNS), whole=False)
     assert [each.name for each in copy.glob("checkpoints/*")] == ["step-00000004"]
     assert not [*copies_folder().rglob("x")]
     Flaky.is_away = True
-    bring(copy)
-    assert not [*copy.glob("checkpoints/*")], "without its tensors it is none"
+    with pytest.raises(NoCheckpointError, match="step 4 is in the store alone"):
+        bring(copy)
+    left_checkpoint(copy, 6)
+    assert not bring(copy)
+    assert RunFolder(copy).steps() == [6], "without its tensors it is none"
 
 
 def test_no_run_begins_anew_while_the_store_does_not_answer():
     Flaky.is_away = True
-    with pytest.raises(NoCheckpointError, match="does not answer, and no copy of a run is here"):
+    with pytest.raises(NoCheckpointError, match="the store is away; leave it out to begin a run"):
         go(f"outputs={RUNS} resume=auto")
 
 
@@ -190,14 +201,86 @@ def test_data_are_read_anew_where_they_changed_and_from_the_copy_without_a_netwo
     url = "flaky://bucket/texts"
     for name, text in {"a.txt": "first\n", "b.txt": "second\n"}.items():
         Store(url).put(name, text.encode())
-    bring(copy_of(url), "data")
+    bring(copy_of(url))
     assert len(Text(url, holdout=0.5)) == 1
     Store(url).remove("b.txt")
     Store(url).put("a.txt", b"first\n\nthird\n\nlast\n")
-    bring(copy_of(url), "data")
+    bring(copy_of(url))
     assert [file.name for file in copy_of(url).iterdir()] == ["a.txt"]
     Flaky.is_away = True
-    assert not bring(copy_of(url), "data")
+    assert not bring(copy_of(url))
     assert "third" in (copy_of(url) / "a.txt").read_text()
     with pytest.raises(StoreError, match="ConnectionError: no network"):
         Store(url).objects()
+
+
+def test_a_checkpoint_that_is_pruned_on_its_way_stays_in_the_store_until_a_newer_one_is_there(
+    store,
+):
+    copy = left_run(copy_of(URL))
+    left_checkpoint(copy, 2)
+    sender = Sender(copy, Store(URL))
+    for step in (4, 6):
+        Flaky.meanwhile = lambda: shutil.rmtree(copy / "checkpoints")
+        assert not sender.send()
+        assert whole_steps(store) == [step - 2]
+        left_checkpoint(copy, step)
+    assert not sender.send(is_last=True)
+    assert whole_steps(store) == [6]
+    assert not [*copy.glob(".tmp-*")]
+
+
+def test_a_process_that_reads_a_run_leaves_what_another_machine_trains(store):
+    left_checkpoint(left_run(copy_of(URL)), 2)
+    with sent(copy_of(URL)):
+        pass
+    theirs = Store(URL)
+    for name in ("model.safetensors", "manifest.json"):
+        file = left_checkpoint(Path("theirs") / name, 4) / name
+        theirs.put(f"checkpoints/step-00000004/{name}", file)
+    with sent(copy_of(URL)):
+        (copy_of(URL) / "evaluate.json").write_text("{}")
+    assert whole_steps(store) == [2, 4]
+    assert theirs.read("evaluate.json") == b"{}"
+    # What is pruned there stays so; a record that someone removed is sent again.
+    theirs.remove("checkpoints/step-00000002")
+    theirs.remove("status.json")
+    with sent(copy_of(URL)):
+        pass
+    assert whole_steps(store) == [4]
+    assert theirs.read("status.json")
+    with in_use(copy_of(URL)), sent(copy_of(URL)):
+        (copy_of(URL) / "evaluate.json").write_text('{"loss": 1}')
+    assert theirs.read("evaluate.json") == b"{}", "who uses the run sends it"
+    # One is pruned there while it is read here.
+    shutil.rmtree(copies_folder())
+    Flaky.meanwhile = lambda: [theirs.remove(f"checkpoints/step-0000000{step}") for step in (2, 4)]
+    assert bring(copy_of(URL))
+    assert RunFolder(copy_of(URL)).steps() == []
+
+
+def test_a_store_that_refuses_is_one_line_before_any_step(monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(f"Access Denied to {'k' * 115} {secret} for this")
+
+    secret = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    monkeypatch.setattr(Flaky, "pipe_file", refused)
+    with pytest.raises(
+        ConfigError, match="nothing can be written there, so no run begins"
+    ) as found:
+        go(f"outputs={RUNS}")
+    assert secret[:6] not in str(found.value)
+    assert not [*copies_folder().rglob("config.yaml")]
+    monkeypatch.setattr(Flaky, "find", refused)
+    with pytest.raises(ConfigError, match="check the bucket's name and the credentials"):
+        go(f"outputs={RUNS} resume=auto")
+
+
+def test_records_of_any_class_of_data_are_read_by_url(store):
+    Store("flaky://bucket/chat.jsonl").put("", b'{"text": "first"}\n')
+    composer = Composer.of()
+    with composer.open():
+        words = ["data=hf", "data.path=flaky://bucket/chat.jsonl", "model=gpt_tiny"]
+        composer.check(parse([*words, "tokenizer=bytes"])[0])
+    assert copy_of("flaky://bucket/chat.jsonl").read_text() == '{"text": "first"}\n'

@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from trainer.core.run_folder import RunFolder
-from trainer.features.sweeps.sweep import newest_sweep
+from trainer.features.sweeps.places import newest_sweep
 from trainer.features.sweeps.table import _notes, _print_table
 
 FIGURES = ("step", "loss", "eval_loss", "eval_f1_macro", "eval_top_2", "tokens_per_second")
@@ -71,6 +71,8 @@ def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(
         typed = {"overrides": {"task": ["seed=1,2"]}, "runtime": {"cwd": str(Path.cwd())}}
         (sweep / "multirun.yaml").write_text(yaml.safe_dump({"hydra": typed}))
         begun.append(sweep)
-    assert newest_sweep(outputs, ["seed=1,2"]) == begun[-1]
+    assert newest_sweep(str(outputs), ["seed=1,2"]) == begun[-1]
     monkeypatch.chdir(outputs)
-    assert newest_sweep(outputs, ["seed=1,2"]) is None, "its paths were those of another folder"
+    assert newest_sweep(str(outputs), ["seed=1,2"]) is None, (
+        "its paths were those of another folder"
+    )

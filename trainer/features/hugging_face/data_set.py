@@ -56,7 +56,7 @@ class HuggingFaceData(TwoSides):
 
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
         self,
-        path: components.NonEmptyText,
+        path: components.PathOrName,
         tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
         task: components.Task | None = None,
         max_positions: int | None = None,

@@ -44,7 +44,7 @@ def list_runs(words: Sequence[str], settings: Mapping[str, str]) -> None:
     last = settings["last"]
     if not last.isdecimal() or int(last) < 1:
         raise ConfigError(clip(f"last={last}: must be a whole number of at least 1, e.g. 20"))
-    remote.bring(outputs.absolute(), "records")
+    remote.bring(outputs, whole=False)
     if not outputs.is_dir() and settings["outputs"] != "outputs":
         raise ConfigError(clip(f"outputs={settings['outputs']}: no such folder"))
     found = [*all_runs(outputs)]

@@ -1,5 +1,5 @@
 """Storage: runs and data by URL, through fsspec.
 
 The rest of the program works on copies on this machine, whose place `trainer/core/urls.py` says.
-`conf/storage.yaml` names the two functions that it calls. Read `sending` first, then `copies`.
+`conf/libraries.yaml` names the two functions that it calls. Read `sending` first, then `copies`.
 """

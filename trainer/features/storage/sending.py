@@ -1,23 +1,24 @@
-"""Send a run to its store behind the training, from a thread of the process that started it.
+"""Send a run's folder to its store behind the training, the manifests of checkpoints last.
 
-The files of a checkpoint go first, then the small records, then its manifest: who finds a manifest
-in the store finds the whole checkpoint. One that was pruned loses its manifest first.
+In the store a checkpoint without a manifest is none. Whatever is removed there loses it first.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
 from trainer.cli.exit_messages import print_notes
-from trainer.core.errors import SaveError
+from trainer.core import durable
+from trainer.core.errors import ConfigError, SaveError
 from trainer.core.format import shown_path
-from trainer.core.run_folder import RunFolder, step_of
+from trainer.core.run_folder import RunFolder, is_locked, step_of
 from trainer.core.urls import url_of
 from trainer.features.storage.copies import SENT
 from trainer.features.storage.store import Store, StoreError
@@ -30,7 +31,15 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def sending(folder: Path) -> Iterator[None]:
     """See `trainer/cli/remote.py`; `SaveError` where a run ended well and the store lacks of it."""
-    sender, is_over = Sender(folder, Store(url_of(folder) or "")), threading.Event()
+    if is_locked(folder):
+        # The process that uses it sends it.
+        yield
+        return
+    url = url_of(folder) or ""
+    if url.startswith("memory://"):
+        print_notes([f"warning: {url}: is gone when this process ends; its copy is {folder}"])
+    sender, is_over = Sender(folder, Store(url)), threading.Event()
+    sender.begin()
     thread = threading.Thread(target=sender.follow, args=(is_over,), name="storage", daemon=True)
     thread.start()
     ended_well = False
@@ -41,9 +50,9 @@ def sending(folder: Path) -> Iterator[None]:
         is_over.set()
         thread.join()
         if sender.send(is_last=True):
-            url = shown_path(folder)
-            text = f"{url}: lacks the end of this run ({sender.fault}), which is in {folder}"
-            text += f"; train resume={url} on this machine sends it"
+            text = f"lacks the end of this run ({sender.fault}), which is in {folder}"
+            text += f"; train resume={shown_path(folder)} on this machine sends it"
+            text = f"{shown_path(folder)}: {text}"
             if ended_well:
                 raise SaveError(text)
             print_notes([text])
@@ -58,8 +67,32 @@ class Sender:
         self._is_new = not folder.exists()
         # What the store has: records by their state, and checkpoints
         self._records, self._checkpoints = dict[str, tuple[int, int]](), set[str]()
-        if (folder / SENT).exists():
-            self._records, self._checkpoints = self._find()
+
+    def begin(self) -> None:
+        """Find what the store has; one that refuses a new run is a `ConfigError`, before any step.
+
+        One that is away may come back.
+        """
+        is_sent, (records, here) = (self._folder / SENT).exists(), self._find()
+        if is_sent:
+            self._checkpoints = here
+        try:
+            if self._is_new:
+                self._store.try_writing()
+                return
+            for name in self._store.objects():
+                checkpoint, _, file = name.rpartition("/")
+                if is_sent and name in records:
+                    self._records[name] = records[name]
+                # What is not here was pruned, and this machine could not say so.
+                if not is_sent and file == RunFolder.MANIFEST and checkpoint not in here:
+                    self._checkpoints.add(checkpoint)
+        except StoreError as error:
+            if self._is_new and error.is_refusal:
+                text = f"{error}; nothing can be written there, so no run begins"
+                raise ConfigError(f"{url_of(self._folder)}: {text}") from error
+            if is_sent:
+                self._records = records
 
     def follow(self, is_over: threading.Event) -> None:
         """Send once the run has a plan, and where a checkpoint is new or gone, until it is over."""
@@ -88,7 +121,7 @@ class Sender:
         return self.fault
 
     def _send(self) -> None:
-        """Send all that is new, and remove what was pruned."""
+        """Send all that is new, the newest first, and remove what was pruned."""
         if not self._folder.exists():
             # What fails before its first step takes its folder back.
             if self._is_new and self._records and not self._checkpoints:
@@ -98,41 +131,38 @@ class Sender:
         if checkpoints - self._checkpoints or records != self._records:
             for mark in self._folder.glob(f"**/{SENT}"):
                 mark.unlink()
-        manifests = dict[str, bytes]()
-        for name in sorted(checkpoints - self._checkpoints):
-            try:
-                manifests[name] = self._send_files(name)
-            except (StoreError, FileNotFoundError):
-                if (self._folder / name).exists():
-                    raise
-                # It was pruned meanwhile.
+        for name in sorted(checkpoints - self._checkpoints, reverse=True):
+            # It may be pruned before it is linked.
+            with suppress(FileNotFoundError):
+                self._send_checkpoint(name)
+        self._send_records()
+        for name in sorted(self._checkpoints - self._find()[1]):
+            beside = {each for each in self._checkpoints if Path(each).parent == Path(name).parent}
+            # Of a store that lags behind the newest stays until there is a newer one.
+            if name != max(beside):
                 self._store.remove(name)
-        self._send_records(records)
-        for name, manifest in manifests.items():
+                self._checkpoints.remove(name)
+
+    def _send_checkpoint(self, name: str) -> None:
+        """Send its files, the records, and then its manifest."""
+        with _linked(self._folder / name) as folder:
+            manifest = (folder / RunFolder.MANIFEST).read_bytes()
+            there = self._store.read(f"{name}/{RunFolder.MANIFEST}")
+            if there not in {None, manifest}:
+                # Of another run of the same step: nobody may find it beside files of this one.
+                self._store.remove(name)
+            for file in sorted(folder.iterdir()):
+                if there != manifest and file.name != RunFolder.MANIFEST:
+                    self._store.put(f"{name}/{file.name}", file)
+            self._send_records()
             self._store.put(f"{name}/{RunFolder.MANIFEST}", manifest)
             self._checkpoints.add(name)
-        for name in self._checkpoints - self._find()[1]:
-            self._store.remove(name)
-            self._checkpoints.remove(name)
 
-    def _send_files(self, checkpoint: str) -> bytes:
-        """Send all but the manifest, unless all of it is there; gives the manifest."""
-        folder = self._folder / checkpoint
-        manifest = (folder / RunFolder.MANIFEST).read_bytes()
-        there = self._store.read(f"{checkpoint}/{RunFolder.MANIFEST}")
-        if there not in {None, manifest}:
-            # Of another run of the same step: nobody may find it beside files of this one.
-            self._store.remove(checkpoint)
-        for file in sorted(folder.iterdir()):
-            if there != manifest and file.name != RunFolder.MANIFEST:
-                self._store.put(f"{checkpoint}/{file.name}", file)
-        return manifest
-
-    def _send_records(self, records: Mapping[str, tuple[int, int]]) -> None:
-        for name, state in records.items():
+    def _send_records(self) -> None:
+        for name, state in self._find()[0].items():
             # One may be removed meanwhile, as what a run failed by before.
             if self._records.get(name) != state and (file := self._folder / name).exists():
-                self._store.put(name, file.read_bytes())
+                self._store.put(name, file)
                 self._records[name] = state
 
     def _find(self) -> tuple[dict[str, tuple[int, int]], set[str]]:
@@ -155,3 +185,20 @@ class Sender:
                         path = str((folder / name).relative_to(self._folder))
                         records[path] = status.st_mtime_ns, status.st_size
         return records, checkpoints
+
+
+@contextmanager
+def _linked(checkpoint: Path) -> Iterator[Path]:
+    """Link a checkpoint's files, or copy them, for they may be pruned while they are sent."""
+    links = checkpoint.parents[1] / f"{durable.UNFINISHED}sending"
+    durable.discard(links)
+    links.mkdir()
+    try:
+        for file in checkpoint.iterdir():
+            try:
+                os.link(file, links / file.name)
+            except OSError:
+                shutil.copyfile(file, links / file.name)
+        yield links
+    finally:
+        durable.discard(links)

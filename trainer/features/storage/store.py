@@ -24,11 +24,19 @@ Info = Mapping[str, Any]
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 # The library would try for minutes before it says that nobody answers.
 _S3 = {"config_kwargs": {"connect_timeout": 10, "retries": {"max_attempts": 2}}}
+_LENGTH = 160  # of what a library says is wrong
+_PROBE = ".written"
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {"s3": _S3, "file": {"auto_mkdir": True}}
 
 
 class StoreError(Exception):
     """A store does not answer, or refuses; the text says why."""
+
+    def __init__(self, error: Exception) -> None:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        super().__init__(without_secrets(text, os.environ)[:_LENGTH])
+        is_unknown = "Credential" in type(error).__name__
+        self.is_refusal = is_unknown or isinstance(error, FileNotFoundError | PermissionError)
 
 
 @final
@@ -52,8 +60,8 @@ class Store:
             found = dict[str, Info]()
             for path, info in self._fs.find(self._root, detail=True).items():
                 name = path.removeprefix(self._root).lstrip("/")
-                # Anyone may have written there.
-                if ".." not in name.split("/"):
+                # Anyone may have written there; a folder is an object to some programs.
+                if ".." not in name.split("/") and not path.endswith("/"):
                     found[name] = info
             return found
 
@@ -65,15 +73,22 @@ class Store:
             except FileNotFoundError:
                 return None
 
-    def get(self, info: Info, file: Path) -> None:
-        """Write an object into a file, whole or not at all, with the time of its last change."""
+    def get(self, info: Info, file: Path) -> bool:
+        """Write an object into a file, whole or not at all; gives whether it was still there.
+
+        The file has the time of the object's last change.
+        """
         durable.make_folders(file.parent)
         unfinished = file.with_name(f"{durable.UNFINISHED}{file.name}")
         with _answers():
-            self._fs.get_file(info["name"], str(unfinished))
+            try:
+                self._fs.get_file(info["name"], str(unfinished))
+            except FileNotFoundError:
+                return False
         if (changed := time_of(info)) is not None:
             os.utime(unfinished, (changed, changed))
         durable.rename(unfinished, file)
+        return True
 
     def put(self, name: str, content: bytes | Path) -> None:
         """Write an object: bytes, or what a file holds."""
@@ -82,6 +97,12 @@ class Store:
                 self._fs.pipe_file(self._path(name), content)
             else:
                 self._fs.put_file(str(content), self._path(name))
+
+    def try_writing(self) -> None:
+        """Write an object, and remove it."""
+        self.put(_PROBE, b"")
+        with _answers():
+            self._fs.rm(self._path(_PROBE))
 
     def remove(self, name: str) -> None:
         """Remove all below a name, of a checkpoint its manifest first."""
@@ -103,8 +124,7 @@ def _answers() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise StoreError(without_secrets(text[:120], os.environ)) from error
+        raise StoreError(error) from error
 
 
 def time_of(info: Info) -> float | None:

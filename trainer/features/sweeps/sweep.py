@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from trainer.cli import remote
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_error
 from trainer.cli.overrides import (
@@ -26,20 +25,16 @@ from trainer.cli.overrides import (
     parse,
     quote,
     read_override,
-    right_side,
     values_of,
     without,
     word_of,
 )
 from trainer.config.command_words import READING
-from trainer.config.consent import ONLY_TYPED
 from trainer.config.messages import clip, line
-from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
-from trainer.core.format import expanded
-from trainer.core.run_folder import AUTO, GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolder, hold
+from trainer.core.run_folder import AUTO, GRID_FILE, SEARCH_FILE, RunFolder
 from trainer.core.signals import raise_on_interrupt
-from trainer.features.sweeps import launchers, table
+from trainer.features.sweeps import launchers, places, table
 from trainer.features.sweeps.jobs import SAFE_PATH, STOP_FILE, Sweep, SweepTask, passing_signals_on
 from trainer.features.sweeps.optuna_sweeper import OPTUNA, register_sweeper
 from trainer.features.sweeps.search import Search, sweep_mode
@@ -61,9 +56,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
         register_sweeper()
         sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
         raise_on_interrupt()
-        durable.make_folders(sweep.folder)
-        # A sweep that another process runs is that one's to report.
-        with remote.sent(sweep.folder), hold(sweep.folder):
+        with places.in_use(sweep.folder):
             try:
                 _start(sweep, composer, hydra)
             except KeyboardInterrupt:
@@ -132,10 +125,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         if is_search and not is_optuna:
             raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
         file = SEARCH_FILE if is_optuna else GRID_FILE
-        outputs = expanded(first.config.outputs).absolute()
-        remote.bring(outputs, "records")
-        found = newest_sweep(outputs, typed, file)
-        remote.bring(found or outputs, "run" if found else "records")
+        found = places.newest_sweep(first.config.outputs, typed, file)
     folder = found or Path(str(record.sweep.dir)).absolute()
     search = None
     if is_optuna:
@@ -213,28 +203,3 @@ def cover(lines: Iterable[str]) -> list[list[str]]:
 def _each(line: str) -> list[str]:
     key, equals, _ = line.partition("=")
     return [f"{key}{equals}{value}" for value in values_of(read_override(line))]
-
-
-def newest_sweep(outputs: Path, overrides: Sequence[str], file: str = GRID_FILE) -> Path | None:
-    """The newest sweep folder below `outputs` that was started with the same overrides, or `None`.
-
-    What is typed anew for every command does not count, nor does the order. The folder where it was
-    typed does: a path in its words is another one elsewhere.
-    """
-    here, wanted = str(Path.cwd()), _settings(overrides)
-    found = dict[Path, tuple[float, str]]()
-    for path in outputs.glob(f"multirun/**/{file}"):
-        with suppress(*UNREADABLE, KeyError, TypeError):
-            record = durable.read_yaml(path)["hydra"]
-            begun = [*map(str, record["overrides"]["task"])]
-            if record["runtime"]["cwd"] == here and _settings(begun) == wanted:
-                # A sweep is as old as its first job; one without a job is older than all.
-                starts = [RunFolder(job).by_start() for job in path.parent.iterdir()]
-                begun_at = [start for start in starts if start[0]]
-                found[path.parent] = min(begun_at, default=(0.0, str(path)))
-    return max(found, key=found.__getitem__, default=None)
-
-
-def _settings(lines: Iterable[str]) -> set[tuple[str, str]]:
-    found = {(dotted(override), right_side(override)) for override in parse(lines)[0]}
-    return {(key, value) for key, value in found if key.partition(".")[0] not in ONLY_TYPED}
