@@ -64,9 +64,10 @@ def test_of_hosts_whose_cable_is_cut_each_names_the_other(undisturbed, hosts):
     cable(hosts, "down")
     (run,) = hosts.folder.glob("outputs/*/*-gpt")
     for own, other in (("one", "two"), ("two", "one")):
+        pattern = f"train.{own}.log"
+        wait_for(lambda pattern=pattern: [*run.glob(pattern)], hosts, 120)
         words = re.compile(f"on {other}|waited for other ranks for 8 s")
-        log = run / f"train.{own}.log"
-        wait_for(lambda log=log, words=words: words.search(log.read_text()), hosts, 120)
+        wait_for(lambda words=words, log=run / pattern: words.search(log.read_text()), hosts)
     # torchrun waits for ten minutes.
     hosts.lose(0)
     hosts.lose(1)
@@ -89,10 +90,11 @@ def test_an_agent_that_is_killed_ends_the_run_which_goes_on(undisturbed, hosts, 
     agents = disturb(hosts, "--max-restarts=0", "parallel.timeout_s=8")
     # The words around an agent have become it.
     agents[number].send_signal(signal.SIGKILL)
-    codes(hosts, agents)
     (run,) = hosts.folder.glob("outputs/*/*-gpt")
-    # Ranks whose agent is gone may complete all the same.
+    # Ranks whose agent is gone may complete all the same; the other agent waits for minutes.
     wait_for(lambda: read_json(run / "status.json")["state"] != "running", hosts)
+    hosts.lose(0)
+    hosts.lose(1)
     assert goes_on(hosts), hosts.printed()
     assert weights(hosts) == undisturbed
 
