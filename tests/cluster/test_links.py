@@ -131,21 +131,6 @@ def test_hosts_whose_clocks_differ_by_an_hour_take_the_same_steps(undisturbed, h
     assert weights(hosts) == undisturbed
 
 
-def test_a_run_on_one_or_two_hosts_goes_on_alone_and_is_joined_again(hosts):
-    """By `--nnodes=1:2`; a layout of sums that is of no ranks keeps the bits."""
-    (hosts.folder / "net.py").write_text(OWN)
-    layout = ("deterministic=layout", "--nnodes=1:2", "--max-restarts=3")
-    words = (*C10D, *LINE, *layout)
-    assert started(hosts, [hosts.folder] * 2, *words, "name=whole") == [0, 0]
-    agents = start(hosts, [hosts.folder] * 2, *words, "parallel.timeout_s=8")
-    wait_for(lambda: has_taken(hosts, 14), hosts)
-    hosts.lose(1)
-    wait_for(lambda: has_taken(hosts, 24), hosts)
-    again = start_on(hosts, 1, hosts.folder, *words, "parallel.timeout_s=8")
-    assert codes(hosts, [agents[0], again]) == [0, 0], hosts.printed()
-    assert weights(hosts) == weights(hosts, "whole")
-
-
 def test_hosts_with_folders_of_their_own_are_refused(hosts):
     (hosts.folder / "net.py").write_text(OWN)
     agents = []
