@@ -30,5 +30,5 @@ def test_three_commands_search_one_study_and_none_does_the_job_of_another(tmp_pa
     assert 12 <= len(trials) <= 14, "two others may have begun a last one"
     runs = [*Path().glob("outputs/multirun/*/*/[0-9]*/result.json")]
     assert len(runs) == len(trials)
-    losses = sorted(read_json(run)["metrics"]["eval_loss"] for run in runs)
+    losses = sorted(read_json(run)["eval_loss"] for run in runs)
     assert losses == sorted(trial.value for trial in trials)
