@@ -24,14 +24,14 @@ def undisturbed(hosts: Hosts) -> bytes:
     return weights(hosts, "whole")
 
 
-def has_taken(hosts: Hosts, least: int, name: str = "gpt") -> bool:
-    files = hosts.folder.glob(f"outputs/*/*-{name}/metrics.jsonl")
+def has_taken(hosts: Hosts, least: int) -> bool:
+    files = hosts.folder.glob("outputs/*/*-gpt/metrics.jsonl")
     return any(len(steps(file.parent)) >= least for file in files)
 
 
-def disturb(hosts: Hosts, *words: str, **more: str) -> list:
+def disturb(hosts: Hosts, *words: str) -> list:
     """Start a run, and wait until it has saved and goes on."""
-    agents = start(hosts, [hosts.folder] * 2, *C10D, *LINE, *words, **more)
+    agents = start(hosts, [hosts.folder] * 2, *C10D, *LINE, *words)
     wait_for(lambda: has_taken(hosts, 14), hosts)
     return agents
 
@@ -103,11 +103,8 @@ def test_a_rank_that_is_killed_is_named_with_its_host_and_what_it_did(hosts):
     (hosts.folder / "net.py").write_text(OWN)
     words = ("--max-restarts=0", *LINE)
     assert all(started(hosts, [hosts.folder] * 2, *C10D, *words, KILLED="1"))
-    killed = (
-        "rank 1 on two was killed by SIGKILL, as the system often does when memory runs out, at "
-    )
-    lines = errors(hosts)
-    assert any(re.match(f"train: error: {killed}step 4 .compute", line) for line in lines), lines
+    killed, lines = "rank 1 on two was killed by SIGKILL, .*, at step 4 .compute", errors(hosts)
+    assert any(re.match(f"train: error: {killed}", line) for line in lines), lines
     assert any(re.match(f"train: error: lost rank 1 on two .*: {killed}", line) for line in lines)
 
 
@@ -129,6 +126,21 @@ def test_hosts_whose_clocks_differ_by_an_hour_take_the_same_steps(undisturbed, h
     (late / "sitecustomize.py").write_text(clock)
     assert started(hosts, [hosts.folder, late], *C10D, *LINE) == [0, 0], hosts.printed()
     assert weights(hosts) == undisturbed
+
+
+def test_a_host_that_is_lost_is_done_without_and_may_come_back(hosts, monkeypatch):
+    """By `--nnodes=1:2`; a layout of sums that is of no ranks keeps the bits."""
+    # Else PyTorch 2.13 tells a host that comes later no address.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    (hosts.folder / "net.py").write_text(OWN)
+    words = ("deterministic=layout", "--nnodes=1:2")
+    assert started(hosts, [hosts.folder] * 2, *C10D, *LINE, *words, "name=whole") == [0, 0]
+    first, _ = disturb(hosts, *words)
+    hosts.lose(1)
+    wait_for(lambda: has_taken(hosts, 24), hosts)
+    second = start_on(hosts, 1, hosts.folder, *C10D, *LINE, *words)
+    assert codes(hosts, [first, second]) == [0, 0], hosts.printed()
+    assert weights(hosts) == weights(hosts, "whole")
 
 
 def test_hosts_with_folders_of_their_own_are_refused(hosts):

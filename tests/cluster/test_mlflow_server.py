@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socket import create_server
 from threading import Barrier
 from urllib.request import urlopen
 
 import pytest
 
 from tests.lib.nightly import LIMIT_S
-from tests.lib.processes import Command
+from tests.lib.processes import Command, free_port, skip_without
 from tests.lib.run_support import TOYS, overrides, steps
 from tests.lib.tracked import mirror_of, mlflow_steps
 from trainer.core.run_folder import RunFolder
@@ -70,11 +69,8 @@ class Server:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """A server that has started."""
-    probe = [PYTHON, "-c", "import mlflow, flask"]
-    if subprocess.run(probe, check=False, capture_output=True).returncode:
-        pytest.skip(f"{PYTHON} has no MLflow server; pip install mlflow, and set MLFLOW_PYTHON")
-    with create_server(("127.0.0.1", 0)) as free:
-        made = Server(tmp_path, f"http://127.0.0.1:{free.getsockname()[1]}")
+    skip_without(PYTHON, "flask, mlflow", "pip install mlflow, and set MLFLOW_PYTHON")
+    made = Server(tmp_path, f"http://127.0.0.1:{free_port()}")
     try:
         made.start()
         yield made

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tests.lib.cli_support import CHECKOUT
 
@@ -68,6 +73,22 @@ class Command:
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < limit, f"no {pattern}"
             time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Find a port that the system, which begins at 32768, gives to nobody in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+
+
+def skip_without(python: str, module: str, remedy: str) -> None:
+    """Skip where the Python that runs a server lacks its module."""
+    asked = [python, "-c", f"import {module}"]
+    if subprocess.run(asked, capture_output=True, check=False).returncode:
+        pytest.skip(f"{python} has no {module}; {remedy}")
 
 
 def typed_over(base: Sequence[str], typed: Sequence[str]) -> list[str]:

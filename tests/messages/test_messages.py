@@ -29,7 +29,8 @@ LONGEST = 450
 """Characters of a line that is answered, so that it can be read at once."""
 
 ERROR = "train: error: "
-PROGRESS = "Loading weights"  # transformers' own bar
+# Transformers' own bar, and notes of what takes longer than a few seconds
+PROGRESS = ("Loading weights", "train: comparing ")
 
 
 SECTIONS = {

@@ -1,15 +1,13 @@
 """Runs over several ranks as a user starts them: one command, one folder, one line for an end."""
 
-import random
 import signal
 import socket
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.lib.nightly import nightly
-from tests.lib.processes import Command, typed_over
+from tests.lib.processes import Command, free_port, typed_over
 from tests.lib.run_support import entries, read_json, steps
 from trainer.cli.main import run
 
@@ -39,15 +37,6 @@ def finish(command: Command) -> tuple[int, list[str]]:
     """Exit code, and the lines on stderr."""
     ended = command.end()
     return ended.code, ended.errors
-
-
-def free_port() -> int:
-    """Find a port that the system, which begins at 32768, gives to nobody in the meantime."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port
 
 
 @pytest.fixture(scope="module")

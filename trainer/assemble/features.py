@@ -6,7 +6,7 @@ A feature is a group of `conf/` whose classes derive from `Feature`, or an entry
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,10 +245,7 @@ class Feature:
         return ()
 
     def exported(self, weights: ExportedWeights, folder: Path) -> Sequence[str]:
-        """Write more files beside exported weights, and give lines that say so.
-
-        The folder has all else by then, and gets its name once every file is written.
-        """
+        """Write more files into the unpublished folder of exported weights; give lines on them."""
         return ()
 
 
@@ -277,21 +274,13 @@ class Features:
             plan = feature.recut(plan, feed, step)
         return plan
 
-    @contextmanager
-    def around_steps(self, opened: OpenRun, folder: Path) -> Iterator[None]:
+    def around_steps(self, opened: OpenRun, folder: Path) -> AbstractContextManager[None]:
         """Have all of them follow the steps."""
-        with ExitStack() as stack:
-            for feature in self:
-                stack.enter_context(feature.around_steps(opened, folder))
-            yield
+        return _within(feature.around_steps(opened, folder) for feature in self)
 
-    @contextmanager
-    def evaluating(self, context: StepContext, feed: Feed) -> Iterator[None]:
+    def evaluating(self, context: StepContext, feed: Feed) -> AbstractContextManager[None]:
         """Have all of them change the model for an evaluation. Collective."""
-        with ExitStack() as opened:
-            for feature in self:
-                opened.enter_context(feature.evaluating(context, feed))
-            yield
+        return _within(feature.evaluating(context, feed) for feature in self)
 
     def further_means(
         self, run: OpenRun, held_out: Mapping[str, HeldOut]
@@ -306,3 +295,12 @@ class Features:
         """Have all of them look at a model that was evaluated. Collective."""
         for feature in self:
             feature.after_evaluation(run)
+
+
+@contextmanager
+def _within(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter one context after the other, and leave them in reverse."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -92,7 +92,7 @@ def _run(argv: Sequence[str]) -> int:
             hydra.show_cfg("config", [*job.typed], flags["--cfg"], package, resolve=is_resolved)
         return 0
     if job.done is not None:
-        with remote.sent(job.folder):
+        with remote.sent(job.folder):  # which may have been away when the run ended
             exit_messages.print_out(f"{job.done}\n", is_prose=True)
         return 0
     if global_rank() > 0:

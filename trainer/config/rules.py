@@ -33,7 +33,7 @@ _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=O
 _ALL += "data.holdout=all"
 _SHOWS = "shows samples under train plan: type train plan ..."
 _FOR_PLAN = "names a card for train plan; a run takes device=cuda or auto"
-_ESTIMATES = "for what train plan estimates; leave it out"
+_ESTIMATES = "is only for the estimates of train plan; leave it out"
 _NO_PATH = "takes the place of data.path, which these data lack; see eval.sets"
 _ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
 _IS_COMPARED = "compared only by train verify: type train verify matrix=true, or leave it out"

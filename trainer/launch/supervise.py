@@ -29,14 +29,7 @@ from trainer.core.errors import GO_ON, Preempted, RankFailedError, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.run_folder import RunFolder, hold
-from trainer.launch.ends import (
-    STACKS_SIGNAL,
-    Ended,
-    Records,
-    find_end,
-    leave_end,
-    verdict,
-)
+from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, find_end, leave_end, verdict
 from trainer.launch.membership import Membership
 from trainer.report import journal
 from trainer.report.run_status import drop_empty, recorded, saved_step, to_go_on

@@ -5,14 +5,13 @@ The server is `gcp-storage-emulator`, of the Python that GCS_PYTHON names, or of
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.lib.processes import Command
+from tests.lib.processes import Command, free_port, skip_without
 from tests.lib.run_support import BASE
 
 PYTHON = os.environ.get("GCS_PYTHON", sys.executable)
@@ -28,11 +27,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     pytest.importorskip("gcsfs", reason="pip install '.[storage]'")
-    asked = [PYTHON, "-c", "import gcp_storage_emulator"]
-    if subprocess.run(asked, capture_output=True, check=False).returncode:
-        pytest.skip(f"{PYTHON} has no gcp-storage-emulator; install it, and set GCS_PYTHON")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    remedy = "pip install gcp-storage-emulator, and set GCS_PYTHON"
+    skip_without(PYTHON, "gcp_storage_emulator", remedy)
+    port = free_port()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
     # It would ask Google what kind of bucket this is.

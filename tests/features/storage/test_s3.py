@@ -5,7 +5,6 @@ The server is moto's, of the Python that MOTO_PYTHON names, or of this one.
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import fsspec
 import pytest
 
 from tests.lib.cli_support import python
-from tests.lib.processes import Command
+from tests.lib.processes import Command, free_port, skip_without
 from tests.lib.run_support import BASE
 
 PYTHON = os.environ.get("MOTO_PYTHON", sys.executable)
@@ -40,12 +39,8 @@ class Slow:
         time.sleep(600 if str(entry["step"]) == os.environ.get("STOPS_AT") else 0.5)
 """
 RUNS, COPIES = "s3://bucket/my runs", "cache/storage/s3/bucket/my runs"
-LINE = BASE | {
-    "steps": "10",
-    "checkpoint.every": "2",
-    "hooks": "[slow.Slow]",
-    "trust": "[slow,tests]",
-}
+LINE = BASE | {"steps": "10", "checkpoint.every": "2", "hooks": "[slow.Slow]"}
+LINE |= {"trust": "[slow,tests]"}
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -77,18 +72,10 @@ class Server:
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     pytest.importorskip("s3fs", reason="pip install '.[storage]'")
-    asked = [PYTHON, "-c", "import moto.server"]
-    if subprocess.run(asked, capture_output=True, check=False).returncode:
-        pytest.skip(f"{PYTHON} has no moto; pip install 'moto[server]', and set MOTO_PYTHON")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    own = {
-        "AWS_ACCESS_KEY_ID": "any",
-        "AWS_SECRET_ACCESS_KEY": "any",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+    skip_without(PYTHON, "moto.server", "pip install 'moto[server]', and set MOTO_PYTHON")
+    port, own = free_port(), {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
     own |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "TRAIN_CACHE": str(tmp_path / "cache")}
-    for name, value in own.items():
+    for name, value in {**own, "AWS_DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(name, value)
     Path("slow.py").write_text(SLOW)
     made = Server(port)
@@ -147,9 +134,7 @@ def test_a_run_outlives_a_store_that_is_away(server):
     run = started("midst")
     wait_for(lambda: server.steps("midst"))
     server.be("stop")
-    run.wait_for(
-        "cache/storage/s3/bucket/my runs/*/*-midst/checkpoints/step-00000008/manifest.json"
-    )
+    run.wait_for(f"{COPIES}/*/*-midst/checkpoints/step-00000008/manifest.json")
     server.be("start")
     ended = run.end()
     assert ended.code == 0, ended.errors
@@ -176,7 +161,6 @@ def test_folders_that_are_objects_and_names_that_begin_the_same_are_no_data():
         store.pipe_file(f"bucket/{name}", text * (not name.endswith("/")))
     words = "data=text data.path=s3://bucket/data model=gpt_tiny batch.global=2"
     ended = python(f"-m trainer plan {words}", Path.cwd())
-    files = [
-        str(file.relative_to("cache/storage")) for file in Path("cache/storage").rglob("*.txt")
-    ]
-    assert sorted(files) == ["s3/bucket/data/a.txt", "s3/bucket/data/inner/b.txt"], ended.stderr
+    files = [str(file) for file in Path("cache/storage/s3/bucket").rglob("*.txt")]
+    wanted = [f"cache/storage/s3/bucket/data/{name}" for name in ("a.txt", "inner/b.txt")]
+    assert sorted(files) == wanted, ended.stderr

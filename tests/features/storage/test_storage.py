@@ -59,10 +59,9 @@ class Flaky(MemoryFileSystem):
 @pytest.fixture(autouse=True)
 def store(cache, monkeypatch):
     fsspec.register_implementation("flaky", Flaky, clobber=True)
-    for name, value in {"store": {}, "pseudo_dirs": [""], "changes_left": None}.items():
+    fresh = {"store": {}, "pseudo_dirs": [""], "is_away": False}
+    for name, value in {**fresh, **dict.fromkeys(("changes_left", "meanwhile"))}.items():
         monkeypatch.setattr(Flaky, name, value)
-    monkeypatch.setattr(Flaky, "is_away", False)
-    monkeypatch.setattr(Flaky, "meanwhile", None)
     monkeypatch.setattr("trainer.features.storage.sending.SEND_POLL_S", 0.02)
     MemoryFileSystem.store.clear()
     return Flaky()

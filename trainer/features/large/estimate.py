@@ -10,7 +10,7 @@ from trainer.assemble.features import Feature
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.amounts import parse_bandwidth
 from trainer.config.run_config import RunConfig
-from trainer.core.format import duration, number, size
+from trainer.core.format import duration, plural, size
 from trainer.core.rows import Row, join_parts, row
 from trainer.features.large import costs
 from trainer.parallel.setup import SHARDED
@@ -49,7 +49,7 @@ class EstimateAtLarge(Feature):
         )
         step = "time of a step unknown: needs network=, and device= with the name of a card"
         if found.step_s is not None:
-            step = f"about {duration(found.step_s)} a step, most of it by {found.bound}"
+            step = f"about {duration(found.step_s)} a step, bound by {found.bound}"
         network, written = None, "type checkpoint.bandwidth=50GB/s for its seconds"
         if found.network_s is not None:
             when = "then"
@@ -63,7 +63,7 @@ class EstimateAtLarge(Feature):
         agreed = f"agreement of hosts {duration(found.agree_s)}"
         start = f"ranks find each other in about {duration(found.join_s)}, and compare settings in "
         return [
-            row("at large", f"{number(ranks)} ranks: {step}", at_large=asdict(found)),
+            row("at large", f"{plural(ranks, 'rank')}: {step}", at_large=asdict(found)),
             row("a step", join_parts(compute, network, agreed)),
             row("the start", f"{start}{duration(found.gather_s)}; {costs.ORIGIN}"),
             row("checkpoint", f"{size(state_bytes)}: {written}", checkpoint_bytes=state_bytes),

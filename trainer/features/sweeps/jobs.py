@@ -201,6 +201,7 @@ class SweepTask:
         ended = RunFolder(folder).record(RunFolder.END)
         if search is not None:
             if (trial := search.take(job)) is None:
+                # Hydra made it, and a job without a run counts as one that failed.
                 discard(folder)
                 return 0
             lines, variables = search.lines(trial), {TRIAL: search.variable(trial)}

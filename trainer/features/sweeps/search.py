@@ -10,7 +10,6 @@ import json
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -43,7 +42,7 @@ PRUNED = "pruned"
 # Other attributes of a trial: the folder of its sweep, its number there, whether it was killed
 _SWEEP, _JOB, _LOST = "sweep", "job", "lost"
 _METRIC = "metric"  # of a study
-_TABLES_S = 2.0  # within which another command has made the tables of a database
+_TABLES_S = 2.0  # within which another command has made the tables of a study
 # Of a study without a pruner Optuna makes one that prunes.
 _NO_PRUNER = {"_target_": "optuna.pruners.NopPruner"}
 
@@ -203,18 +202,18 @@ class Search:
     def _direction(self) -> str:
         return {"min": "minimize", "max": "maximize"}[self.mode]
 
-    def _study(self) -> Any:  # noqa: ANN401
+    def _study(self, *, tries_again: bool = True) -> Any:  # noqa: ANN401
         make_folders(self.folder)
         try:
-            # Of commands that begin a study at once, some find half of its tables.
-            with suppress(Exception):
-                return open_study(self.storage, self.study, direction=self._direction)
-            time.sleep(_TABLES_S)
             return open_study(self.storage, self.study, direction=self._direction)
         except ConfigError:
             raise
         except Exception as error:  # of any database
             text = f"{type(error).__name__}: {error}".splitlines()[0]
+            # Another command made the study's tables at the same moment.
+            if tries_again and ("IntegrityError" in text or "already exists" in text):
+                time.sleep(_TABLES_S)
+                return self._study(tries_again=False)
             scheme = self.storage.partition("://")[0]  # what follows may hold a password
             raise ConfigError(clip(f"hydra.sweeper.storage={scheme}: {text}")) from error
 
