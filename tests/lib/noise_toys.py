@@ -93,7 +93,7 @@ def bench_of(cut: Any, dataset: Any = None, world: World | None = None, **how: A
 def measured(bench: Bench, num_steps: int, random_slots: int | None = None) -> float:
     """Take steps that measure; gives the noise scale. `random_slots` are claimed of every cut."""
     part, feature = NoiseScale("tokens"), MeasuredNoise(asked=1, unit="tokens", every=1)
-    bench.context = replace(bench.context, parts=[part], measuring=[feature.measuring()])
+    bench.context = replace(bench.context, parts=[part], measuring=feature.measuring())
     bench.feed.recut = feature.recut
     if random_slots is not None:
         bench.feed.recut = lambda plan, *_: replace(plan, random_slots=random_slots)

@@ -116,7 +116,7 @@ class Feature:
         """Give what takes its place once the cut is found; it may refuse that as `check` does."""
         return self
 
-    def parts(self, run: Run) -> Sequence[Stateful]:
+    def parts(self, context: StepContext) -> Sequence[Stateful]:
         """Give what follows every update, before the parts of the user."""
         return ()
 
@@ -163,9 +163,9 @@ class Feature:
         """Cut the samples of a step otherwise: a pure function, the same on every rank."""
         return plan
 
-    def measuring(self) -> Measuring | None:
-        """Give what measures the steps of this run; None where none is to be measured."""
-        return None
+    def measuring(self) -> Sequence[Measuring]:
+        """Give what measures the steps of this run."""
+        return ()
 
     @property
     def estimates(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.instantiate import construct
@@ -16,7 +17,6 @@ from trainer.optim.optimizers import HalfLives
 from trainer.training.batches import PlannedBatch
 from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.context import Measuring, StepContext, StepState
-from trainer.training.parameter_norms import ParameterNorms
 
 SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
 MAY_BEGIN_ANEW = {"loss_scale", SIZES, BEST, STOP}  # what a checkpoint need not have
@@ -49,18 +49,13 @@ def step_context(
             decays=tuple(group["weight_decay"] for group in optimizer.param_groups),
         )
     # What is the model's own moves before what follows the model.
-    first, scale = list[Stateful](), None
+    followers, measuring, scale = list[Stateful](), list[Measuring](), None
     if model.precision == "fp16":
         scale = LossScale()
-        first.append(scale)
-    if (every := config.log.parameters) is not None:
-        first.append(ParameterNorms(parallel, optimizer, every))
-    measuring = list[Measuring]()
+        followers.append(scale)
     for feature in run.features:
-        first += feature.parts(run)
-        if (measures := feature.measuring()) is not None:
-            measuring.append(measures)
-    return StepContext(
+        measuring += feature.measuring()
+    context = StepContext(
         data=run.data,
         model=model,
         world=world,
@@ -71,11 +66,13 @@ def step_context(
         base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
         loss_scale=scale,
         follow_batch=half_lives,
-        parts=[*first, *parts],
         measuring=measuring,
         figures=[feature.figures for feature in run.features],
         on_out_of_memory=on_out_of_memory,
     )
+    for feature in run.features:
+        followers += feature.parts(context)
+    return replace(context, parts=[*followers, *parts])
 
 
 def own_parts(config: RunConfig) -> dict[str, Stateful]:

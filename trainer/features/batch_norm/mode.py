@@ -104,9 +104,9 @@ class BatchNormMode(Feature, ABC):
         check_layers(self, run)
         check_lone_samples(run)
 
-    def parts(self, run: Run) -> Sequence[RunningStatistics]:
+    def parts(self, context: StepContext) -> Sequence[RunningStatistics]:
         """See the base class."""
-        return [RunningStatistics(run.model.module, run.world)]
+        return [RunningStatistics(context.parallel.module, context.world)]
 
     def rows(self, run_plan: RunPlan) -> Sequence[Row]:
         """See the base class; of a model without BatchNorm there is nothing to say."""

@@ -49,9 +49,9 @@ class MeasuredNoise(Feature):
             return plan
         return with_random_slots(plan, feed.cut, feed.layout, f"{feed.seed}\x1f{step}")
 
-    def measuring(self) -> Measuring | None:
+    def measuring(self) -> Sequence[Measuring]:
         """See the base class."""
-        return None if self.every is None else summing_norms
+        return () if self.every is None else [summing_norms]
 
     def end_rows(self, end: EndOfRun) -> Sequence[Row]:
         """Say whether another global batch would pay."""

@@ -6,7 +6,7 @@ import torch
 from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, go, overrides, state, steps
 from tests.reliability.rank_work import on_ranks
-from trainer.training.parameter_norms import block_of
+from trainer.features.norms.norms import block_of
 
 DOUBLE = f"model._target_={TOYS}.DoubleNet scheduler=constant log.parameters=2"
 # SGD by hand: the update is the clipped gradient times the rate.

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.assemble.features import Feature
 from trainer.checkpoint.state import plain_name
+from trainer.config.run_config import RunConfig
 from trainer.core.stateful import NORMS_OF_PARAMETERS, State, Stateful, StepGradient
 from trainer.core.tensors import local_part
 from trainer.models.recompute import blocks_of
 from trainer.optim.masters import masters_of
 from trainer.parallel.base import Parallel, sum_of_squares
+from trainer.training.context import StepContext
+
+
+@final
+@dataclass(frozen=True)
+class NormsOfParameters(Feature):
+    """Measures them every so many steps; never where that is None."""
+
+    every: int | None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """See the base class."""
+        return cls(config.log.parameters)
+
+    def parts(self, context: StepContext) -> Sequence[Stateful]:
+        """See the base class."""
+        if self.every is None:
+            return ()
+        return [ParameterNorms(context.parallel, context.optimizer, self.every)]
 
 
 @final

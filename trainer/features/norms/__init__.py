@@ -1,0 +1,1 @@
+"""Norms of weights, gradients and updates, block by block. Read `norms`."""
