@@ -105,7 +105,7 @@ def parallel_setup(
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=world.on_main(lambda: most),
-        scatters_whole=world.device.type == "cpu",
+        scatters_whole=planned_device(config, world).type == "cpu",
     )
     is_open = config.sync.name == "auto"
     found = replace(found, sizes=sizes, is_open=is_open, mesh=mesh, dtype=dtype)

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -48,6 +49,9 @@ def main(arguments: list[str]) -> NoReturn:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != job["supervisor"]:
         os._exit(1)
+    # Of open files: each other rank takes two.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.path[:], OWN_CODE.folder = job["path"], Path(job["own_code"])
     stacks = records.stacks(rank).open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks)

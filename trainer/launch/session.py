@@ -31,7 +31,7 @@ from trainer.core.rank_progress import FIRST_STEP, PhaseTimes, RankProgress
 from trainer.core.run_folder import hold
 from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
-from trainer.core.world import LONG_TIMEOUT, World, stage_sizes
+from trainer.core.world import LONG_TIMEOUT, World, groups_of
 from trainer.launch.membership import START_TIMEOUT, Membership
 from trainer.report.heartbeat import heartbeat
 from trainer.report.records import num_cores
@@ -124,7 +124,7 @@ def joined_session(
                 device_id=device_id,
             )
             group = dist.new_group(backend="gloo", timeout=timeout)
-            stages = _stages(member, timeout)
+            stages = groups_of(member.rank, member.size, timeout)
             # NCCL's communicator takes memory, so it is there before memory limits are read.
             dist.barrier()
         world = replace(
@@ -145,17 +145,6 @@ def joined_session(
             # Whatever it raises would hide how the command ended.
             with suppress(Exception):
                 dist.destroy_process_group()
-
-
-def _stages(member: Membership, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """Make the groups of a rank, one of each stage, where there are several. Collective."""
-    sizes, stride, found = stage_sizes(member.size), 1, list[dist.ProcessGroup]()
-    for size in sizes * (len(sizes) > 1):
-        first = member.rank - member.rank // stride % size * stride
-        ranks = [*range(first, first + size * stride, stride)]
-        found.append(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True))
-        stride *= size
-    return found
 
 
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:

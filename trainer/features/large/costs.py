@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from trainer.core.world import stage_sizes
+from trainer.core.world import GROUP
 
 ORIGIN = "measured on 2 to 64 gloo processes of one machine, and extrapolated"
 # By `benchmarks/ranks.py`, on two cores that had other work: the time times the cores, over all
@@ -16,6 +16,8 @@ MESSAGE_S = 3e-4
 JOIN_S, JOIN_PAIR_S = 0.05, 0.009
 VECTORS = 3  # that hosts agree on in a step: weights, what came out, whether to stop or save
 GATHERS = 12  # texts that ranks gather of each other until the first step
+OF_A_SAVE = 2  # texts that they gather in a save: whether all is finite, what each has written
+DIGESTED = 1.4e9  # bytes a second that a rank writes at most: one core's SHA-256
 
 
 @final
@@ -34,9 +36,23 @@ class Estimate:
 
 
 def agree_seconds(ranks: int) -> float:
-    """Give what agreement adds to a step: in each stage a message passes its ranks twice."""
-    messages = sum(2 * (size - 1) for size in stage_sizes(ranks))
-    return VECTORS * MESSAGE_S * messages
+    """Give what agreement adds to a step: a message passes each rank of a group twice, and back."""
+    return VECTORS * MESSAGE_S * _messages(ranks, 2, 1)
+
+
+def gather_seconds(ranks: int) -> float:
+    """Give what a gathering takes: each rank's size and text pass the others, and all come back."""
+    return MESSAGE_S * _messages(ranks, 2, 2)
+
+
+def _messages(ranks: int, rounds: int, ways_back: int) -> int:
+    """Count messages one behind the other, through groups of growing distance and back."""
+    found = 0
+    while ranks > 1:
+        size = min(GROUP, ranks)
+        found += rounds * (size - 1) + ways_back * (size - 1).bit_length()
+        ranks = -(-ranks // GROUP)
+    return found
 
 
 def estimate(
@@ -48,6 +64,7 @@ def estimate(
     overlaps: bool,
     state_bytes: float,
     storage: float | None,
+    writers: int,
 ) -> Estimate:
     """Estimate a run.
 
@@ -59,8 +76,12 @@ def estimate(
         overlaps: whether bytes travel while micro-batches compute.
         state_bytes: of a checkpoint.
         storage: bytes a second that all ranks together can write.
+        writers: ranks that write a checkpoint.
     """
     network_s, agree_s, step_s, bound = None, agree_seconds(ranks), None, None
+    gather_s, checkpoint_s = gather_seconds(ranks), None
+    if storage is not None:
+        checkpoint_s = state_bytes / min(storage, writers * DIGESTED) + OF_A_SAVE * gather_s
     if network is not None:
         network_s = sent / network
     if compute_s is not None and network_s is not None:
@@ -76,7 +97,6 @@ def estimate(
         step_s=step_s,
         bound=bound,
         join_s=JOIN_S + JOIN_PAIR_S * ranks,
-        # A gathering passes all ranks twice, first for its size.
-        gather_s=GATHERS * MESSAGE_S * 2 * (ranks - 1),
-        checkpoint_s=storage and state_bytes / storage,
+        gather_s=GATHERS * gather_s,
+        checkpoint_s=checkpoint_s,
     )

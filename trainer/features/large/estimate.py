@@ -34,18 +34,26 @@ class EstimateAtLarge(Feature):
         ranks, setup = run.world.size, run.model.setup
         if self._network is None and self._storage is None:
             return []
-        sent = [each.sent for each in setup.rows if each.policy == setup.sync.name]
+        sent, writers = 0.0, 1
+        for each in setup.rows:
+            if each.policy == setup.sync.name:
+                sent = each.sent
+                if setup.mode == "hsdp":  # whose shards are of one host, with links of its own
+                    sent = each.across
+        if setup.mode in SHARDED:
+            writers = ranks
         state_bytes = _state_bytes(run_plan)
         # In lockstep blocks are gathered ahead.
         overlaps = setup.sync.overlaps or setup.sync.lockstep
         found = costs.estimate(
             ranks=ranks,
             compute_s=run_plan.step_seconds,
-            sent=sum(sent),
+            sent=sent,
             network=parse_bandwidth(self._network or ""),
             overlaps=overlaps,
             state_bytes=state_bytes,
             storage=parse_bandwidth(self._storage or ""),
+            writers=writers,
         )
         step = "time of a step unknown: needs network=, and device= with the name of a card"
         if found.step_s is not None:
@@ -55,7 +63,7 @@ class EstimateAtLarge(Feature):
             when = "then"
             if overlaps:
                 when = "meanwhile"
-            rate = f"{size(sum(sent))} at {self._network}"
+            rate = f"{size(sent)} at {self._network}"
             network = f"{when} the network {duration(found.network_s)} ({rate})"
         if found.checkpoint_s is not None:
             written = f"{duration(found.checkpoint_s)} at {self._storage}"
