@@ -321,7 +321,7 @@ class Composed:
             if item["loc"][-1] == "target":
                 place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, item["loc"][:-1])))
                 yield messages.line(f"{place}._target_", item["input"], messages.NO_CLASS)
-            elif item["type"] == "missing":
+            elif item["type"] == "missing" or item["loc"][0] not in self.tree:
                 yield f"{path}: is missing"
             elif item["type"] == "extra_forbidden" and has_dot:
                 nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"

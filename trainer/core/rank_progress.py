@@ -47,7 +47,7 @@ class RankPosition:
     waits: bool = False  # in a collective, for other ranks
     is_first: bool = False  # the first step that this process takes, or one that may compile
     since: float = 0.0  # when it came there, by the machine's monotonic clock
-    step_since: float = 0.0  # when it came to this step
+    step_since: float = 0.0  # when it came to this step, in seconds since the epoch
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -102,10 +102,9 @@ class RankProgress:
 
     def _write(self, *place: int) -> None:
         """Copy bytes over what is there; `pack_into` writes zeros first, which a reader may see."""
-        now = _SINCE.pack(time.monotonic())
-        self._memory[_SINCE_AT:_STEP_SINCE_AT] = now
+        self._memory[_SINCE_AT:_STEP_SINCE_AT] = _SINCE.pack(time.monotonic())
         if place[0] != _PLACE.unpack_from(self._memory)[0]:
-            self._memory[_STEP_SINCE_AT:] = now
+            self._memory[_STEP_SINCE_AT:] = _SINCE.pack(time.time())
         self._memory[: _PLACE.size] = _PLACE.pack(*place)
 
     @contextmanager

@@ -173,11 +173,11 @@ class RunFolder:
     def refresh_status(self, place: RankPosition) -> None:
         """Say where a run is that goes on, and when its last step ended."""
         with _status_lock:
-            content, now = self.record(self.STATUS), time.time()
+            content = self.record(self.STATUS)
             if content.get("state") == "running":
-                content |= {"time": now, "at": str(place)}
+                content |= {"time": time.time(), "at": str(place)}
                 if place.step:
-                    content["last_step_time"] = now - (time.monotonic() - place.step_since)
+                    content["last_step_time"] = place.step_since
                 durable.write_record(self.path / self.STATUS, content)
 
     def last_step(self) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from trainer.core.errors import ConfigError
 
+_NO_HOST = "_"  # in place of the host of a URL that has none, as `file:///folder`; no host is so
+
 
 def is_url(typed: str) -> bool:
     """Whether a text, where a path may stand, is a URL such as `s3://bucket/runs`."""
@@ -33,9 +35,12 @@ def copies_folder() -> Path:
 
 def copy_of(url: str) -> Path:
     """Name the file or folder that is the copy of a URL, which need not be there."""
-    scheme, *parts = filter(None, url.replace("://", "/", 1).split("/"))
-    if not parts or url.startswith("/") or not {".", ".."}.isdisjoint(parts) or "::" in url:
+    scheme, _, rest = url.partition("://")
+    parts = [*filter(None, rest.split("/"))]
+    if not (scheme and parts) or "/" in scheme or not {".", ".."}.isdisjoint(parts) or "::" in url:
         raise ConfigError(f"{url}: no URL that can be read; write it as s3://bucket/folder")
+    if rest.startswith("/"):
+        parts.insert(0, _NO_HOST)
     return copies_folder().joinpath(scheme, *parts)
 
 
@@ -44,4 +49,4 @@ def url_of(path: Path) -> str | None:
     scheme, *parts = os.path.relpath(path, copies_folder()).split("/")
     if scheme == ".." or not parts:
         return None
-    return f"{scheme}://{'/'.join(parts)}".replace("file://", "file:///", 1)
+    return f"{scheme}://{'/'.join(parts)}".replace(f"://{_NO_HOST}/", ":///", 1)

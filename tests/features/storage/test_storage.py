@@ -111,6 +111,11 @@ def test_a_run_is_in_the_store_is_listed_and_goes_on_on_another_machine(capsys):
     assert (status["state"], status["step"]) == ("completed", 6)
 
 
+@pytest.mark.parametrize("url", ["s3://b/a", "file:///tmp/x", "local:///x", "hdfs://host/data"])
+def test_a_url_is_read_back_from_the_name_of_its_copy(url):
+    assert url_of(copy_of(url)) == url
+
+
 def test_no_refusal_at_any_change_shows_a_manifest_without_its_files(store):
     copy, other = copy_of(URL), b"of a step that was taken again"
     for refused in itertools.count():

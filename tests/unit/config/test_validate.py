@@ -88,6 +88,9 @@ def test_consent_is_no_part_of_a_file_and_a_file_of_another_version_is_refused_b
     assert "trust" not in plain
     assert not from_plain(plain).model.typed_target
     assert from_plain({**plain, "trust": ["pkg"]}).trust == ()
+    for key in ("network", "batchnorm"):  # a setting, and a group
+        with pytest.raises(ConfigError, match=f"^{key}: is missing$"):
+            from_plain({name: value for name, value in plain.items() if name != key})
     plain["checkpoint"]["kep"] = 3
     with pytest.raises(ConfigError, match=r"checkpoint\.kep: unknown setting\. Did you mean"):
         from_plain(plain)
