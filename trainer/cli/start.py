@@ -57,14 +57,17 @@ def start_job(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     # What reads a run may write for another program.
     elif job.note:
         print_notes([job.note.rstrip()])
-    with sent(job.folder):
-        try:
-            return _start(job, composer, is_python=is_python)
-        except BaseException as error:
-            _take_back(made, error)
-            if is_python or isinstance(error, TrainError) or not isinstance(error, Exception):
+    try:
+        with sent(job.folder):
+            try:
+                return _start(job, composer, is_python=is_python)
+            except BaseException as error:
+                _take_back(made, error)
                 raise
-            return print_crash(error, job.folder)
+    except Exception as error:
+        if is_python or isinstance(error, TrainError):
+            raise
+        return print_crash(error, job.folder)
 
 
 def _start(job: Job, composer: Composer, *, is_python: bool) -> int:

@@ -295,10 +295,7 @@ def runs_in(folder: Path) -> list[Path]:
     """List the run that a folder is, or those of its jobs, in their order."""
     if RunFolder(folder).is_run:
         return [folder]
-    jobs = list[Path]()
-    for path in _folders_in(folder):
-        if RunFolder(path).is_run:
-            jobs.append(path)
+    jobs = [path for path in _folders_in(folder) if RunFolder(path).is_run]
     # By number, so that job 10 comes behind job 9: a longer number is a larger one.
     return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))
 

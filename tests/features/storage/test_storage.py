@@ -1,31 +1,36 @@
 """Runs and data by URL: what a store shows at any moment, and from which copy a run goes on."""
 
+import fcntl
+import functools
 import hashlib
 import itertools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.lib.run_folders import left_run
-from tests.lib.run_support import go, in_use, shell, steps
+from tests.lib.run_folders import left_run, left_sweep
+from tests.lib.run_support import go, in_use, overrides, run_line, shell, steps
+from tests.lib.run_toys import Net
 from trainer import train
 from trainer.checkpoint.manifest import FileDigest, Manifest, dump, parse_manifest, verify_folder
 from trainer.cli.compose import Composer
 from trainer.cli.overrides import parse
 from trainer.cli.remote import bring, sent
-from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
-from trainer.core.run_folder import RunFolder
+from trainer.core.errors import ConfigError, DataError, NoCheckpointError, Preempted, SaveError
+from trainer.core.run_folder import RunFolder, hold
 from trainer.core.urls import copies_folder, copy_of, url_of
 from trainer.data.text import Text
 from trainer.features.storage.sending import Sender
 from trainer.features.storage.store import Store, StoreError
 
 RUNS = "flaky://bucket/runs"
-URL = f"{RUNS}/day/1-train"
+URL, SWEEP = f"{RUNS}/day/1-train", f"{RUNS}/multirun/day/1"
 CHANGES = ("put_file", "pipe_file", "rm")
 
 
@@ -288,3 +293,130 @@ def test_records_of_any_class_of_data_are_read_by_url(store):
         words = ["data=hf", "data.path=flaky://bucket/chat.jsonl", "model=gpt_tiny"]
         composer.check(parse([*words, "tokenizer=bytes"])[0])
     assert copy_of("flaky://bucket/chat.jsonl").read_text() == '{"text": "first"}\n'
+
+
+def test_a_job_that_goes_on_by_itself_and_was_not_sent_is_neither_overwritten_nor_forgotten(store):
+    sweep, job = copy_of(SWEEP), copy_of(f"{SWEEP}/0")
+    with sent(sweep):
+        left_sweep(sweep, [], [])
+        for each in (sweep, job, sweep / "1"):
+            with hold(each):
+                left_checkpoint(each, 4)
+    bring(job)
+    with ExitStack() as used:
+        used.enter_context(pytest.raises(SaveError, match="lacks the end"))
+        used.enter_context(sent(job))
+        used.enter_context(hold(job))
+        Flaky.is_away = True
+        left_checkpoint(job, 8)
+        (job / "metrics.jsonl").write_text('{"step": 8}\n')
+    Flaky.is_away = False
+    for copy in (copy_of(RUNS), job, sweep):
+        bring(copy, whole=copy == sweep)
+        assert (job / "metrics.jsonl").read_text(), "it is here alone"
+    # A command that reads the sweep sends it; the other job was sent, and is not sent again.
+    Store(SWEEP).put("1/metrics.jsonl", b"of another machine")
+    with sent(sweep):
+        pass
+    assert Store(SWEEP).read("0/checkpoints/step-00000008/manifest.json")
+    assert Store(SWEEP).read("0/metrics.jsonl") == b'{"step": 8}\n'
+    assert Store(SWEEP).read("1/metrics.jsonl") == b"of another machine"
+    bring(sweep)
+    assert (sweep / "1/metrics.jsonl").read_text() == "of another machine"
+
+
+def test_what_a_killed_run_saved_before_it_was_sent_is_sent_by_the_next_start(store):
+    copy = left_run(copy_of(URL))
+    with sent(copy), hold(copy):
+        left_checkpoint(copy, 4)
+    for step in (8, 12):
+        bring(copy)
+        sender = Sender(copy, Store(URL))
+        sender.begin()
+        # A process that lists runs, before this one is in use on a new machine
+        bring(copy_of(RUNS), whole=False)
+        with hold(copy):
+            left_checkpoint(copy, step)
+        if step == 12:
+            assert (copy / ".sent").exists()
+            Flaky.is_away = True
+            assert sender.send()
+        Flaky.is_away = False
+        bring(copy)
+        with sent(copy):
+            pass
+        assert max(whole_steps(store)) == step
+        shutil.rmtree(copy)
+
+
+def test_data_above_runs_leave_them_and_their_sweeps_as_they_are():
+    left_sweep(copy_of(SWEEP), [])
+    for name in ("sweep.csv", ".lock", "journal.log", "0/notes.txt"):
+        (copy_of(SWEEP) / name).touch()
+    before = {*copy_of(SWEEP).rglob("*")}
+    Store("flaky://bucket").put("a.txt", b"text\n")
+    bring(copy_of("flaky://bucket"))
+    assert {*copy_of(SWEEP).rglob("*")} == before
+    # What looks like a run above the cache is none.
+    (copies_folder().parent / "checkpoints").mkdir()
+    Store("flaky://bucket").remove("a.txt")
+    bring(copy_of("flaky://bucket"))
+    assert not copy_of("flaky://bucket/a.txt").exists()
+
+
+def test_a_journal_that_grows_while_it_is_sent_has_the_size_that_was_announced(store, monkeypatch):
+    def put_file(source, target, **_):
+        size = Path(source).stat().st_size
+        with (copy / "metrics.jsonl").open("a") as journal:
+            journal.write("{}\n")
+        content = Path(source).read_bytes()
+        if len(content) != size:
+            raise ValueError(f"Content-Range: bytes 0-{len(content) - 1}/{size}")
+        store.pipe_file(target, content)
+
+    monkeypatch.setattr(Flaky, "put_file", staticmethod(put_file))
+    copy = left_run(copy_of(URL))
+    left_checkpoint(copy, 4)
+    assert not Sender(copy, Store(URL)).send()
+    assert whole_steps(store) == [4]
+
+
+def test_a_preempted_run_that_was_not_sent_is_not_put_back_and_a_failure_keeps_its_code(capsys):
+    copy = left_run(copy_of(URL))
+    Flaky.is_away = True
+    for error, code in ((Preempted("stopped"), 8), (DataError("a.csv"), 3)):
+        with pytest.raises(type(error)) as found, sent(copy):
+            raise error
+        assert found.value.exit_code == code
+        assert "lacks the end of this run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_crashed_and_was_not_sent_keeps_its_code(monkeypatch, capsys):
+    forward = Net.forward
+
+    @functools.wraps(forward)
+    def torn(*words, **more):
+        Flaky.is_away = bool([*copies_folder().rglob("manifest.json")])
+        if Flaky.is_away:
+            raise OSError("torn")
+        return forward(*words, **more)
+
+    monkeypatch.setattr(Net, "forward", torn)
+    line = f"outputs={RUNS} trust=[tests] checkpoint.every=1"
+    assert run_line(overrides(line)) == 1
+    assert "lacks the end of this run" in capsys.readouterr().err
+
+
+def test_who_waits_for_a_copy_says_what_is_brought(capsys):
+    copies_folder().mkdir(parents=True)
+    with (copies_folder() / ".lock").open("w") as lock, ThreadPoolExecutor() as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("s3://bucket/data")
+        lock.flush()
+        brought, shown = pool.submit(bring, copy_of(URL)), ""
+        while not shown and not brought.done():
+            shown = capsys.readouterr().err
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert brought.result()
+    assert shown.endswith(f"{URL}: waits for another process, which brings s3://bucket/data\n")

@@ -16,12 +16,12 @@ from trainer.checkpoint.manifest import DamagedError, OtherFormatError, verify_f
 from trainer.cli.exit_messages import print_notes
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
-from trainer.core.run_folder import SWEEP_FILES, RunFolder, is_locked, step_of
+from trainer.core.run_folder import SWEEP_FILES, RunFolder, is_locked, is_sweep, step_of
 from trainer.core.urls import copies_folder, url_of
 from trainer.features.storage.store import Info, Store, StoreError, time_of
 from trainer.launch.membership import membership
 
-SENT = ".sent"  # in a copy that has nothing which its store lacks
+SENT = ".sent"  # in the copy of a run or sweep whose own files its store all has
 _CLOCK_S = 1e-3  # a file system may round a time to this
 _LISTING = (".json", ".yaml")  # ends of the names of records that list runs
 _AT_ONCE = 16  # objects that are read
@@ -33,8 +33,14 @@ def bring_copy(path: Path, is_whole: bool) -> bool:
     store = Store(url)
     durable.make_own_folder(copies_folder())
     # One process at a time: ranks of a launcher ask for the same.
-    with (copies_folder() / RunFolder.LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    file = copies_folder() / RunFolder.LOCK
+    with file.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print_notes([f"{url}: waits for another process, which brings {file.read_text()}"])
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        file.write_text(url)
         try:
             _Copy(path, store.objects(), is_whole=is_whole).bring(store)
         except StoreError as error:
@@ -52,8 +58,7 @@ def bring_copy(path: Path, is_whole: bool) -> bool:
 def _refuse_stub(run: Path, error: StoreError) -> None:
     """Refuse a run whose newest checkpoint is in the store alone, and forget older ones."""
     for step in reversed(RunFolder(run).steps()):
-        folder = RunFolder(run).checkpoint(step)
-        if not _is_stub(folder):
+        if not _is_stub(RunFolder(run).checkpoint(step)):
             break
         text = f"step {step} is in the store alone, and the copy would go on from before it"
         raise NoCheckpointError(f"{url_of(run)}: {error}; {text}")
@@ -121,27 +126,24 @@ class _Copy:
         for file in self._records:
             folder = file.parent
             if file.name in {RunFolder.CONFIG, *SWEEP_FILES} and folder.name != RunFolder.HYDRA:
-                found = runs
-                if self._is_ahead(RunFolder(folder)):
-                    found = ahead
-                found.add(folder)
+                (ahead if self._is_ahead(RunFolder(folder)) else runs).add(folder)
         return runs, ahead
 
     def _remove_others(self) -> None:
-        """Remove data that the store has no more; nothing of runs among them."""
-        for file in (self._path, *self._path.rglob("*")):
-            in_run = any(RunFolder(folder).is_run for folder in file.parents)
-            if file.is_file() and file not in self._records and not in_run:
+        """Remove data that the store has no more; nothing of runs and sweeps among them."""
+        for file in {self._path, *self._path.rglob("*")} - self._records.keys():
+            # A cache may be below a folder that looks like one of a run.
+            above = [each for each in file.parents if each.is_relative_to(copies_folder())]
+            in_run = any(RunFolder(each).is_run or is_sweep(each) for each in above)
+            if file.is_file() and not in_run:
                 file.unlink()
 
     def _is_ahead(self, run: RunFolder) -> bool:
         """Whether a run is in use here, or was and was not sent, with no older a checkpoint."""
         theirs = [step_of(each) or 0 for each in self._checkpoints if run.path == each.parents[1]]
         is_older = max(run.steps(), default=0) < max(theirs, default=0)
-        # Jobs are sent with their sweep.
-        is_sent = any((each / SENT).exists() for each in (run.path, run.path.parent))
-        was_used = (run.path / RunFolder.LOCK).exists()
-        return is_locked(run.path) or (was_used and not is_sent and not is_older)
+        is_unsent = (run.path / RunFolder.LOCK).exists() and not (run.path / SENT).exists()
+        return is_locked(run.path) or (is_unsent and not is_older)
 
 
 def _bring_checkpoint(store: Store, folder: Path, files: Mapping[str, Info]) -> None:

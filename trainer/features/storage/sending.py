@@ -16,7 +16,7 @@ from typing import final
 
 from trainer.cli.exit_messages import print_notes
 from trainer.core import durable
-from trainer.core.errors import ConfigError, SaveError
+from trainer.core.errors import ConfigError, Preempted, SaveError
 from trainer.core.format import shown_path
 from trainer.core.run_folder import RunFolder, is_locked, step_of
 from trainer.core.urls import url_of
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def sending(folder: Path) -> Iterator[None]:
-    """See `trainer/cli/remote.py`; `SaveError` where a run ended well and the store lacks of it."""
+    """See `trainer/cli/remote.py`; code 8 where a run did not fail, and the store lacks of it."""
     if is_locked(folder):
         # The process that uses it sends it.
         yield
@@ -42,19 +42,23 @@ def sending(folder: Path) -> Iterator[None]:
     sender.begin()
     thread = threading.Thread(target=sender.follow, args=(is_over,), name="storage", daemon=True)
     thread.start()
-    ended_well = False
+    failure: BaseException | None = None
     try:
         yield
-        ended_well = True
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         is_over.set()
         thread.join()
         if sender.send(is_last=True):
-            text = f"lacks the end of this run ({sender.fault}), which is in {folder}"
-            text += f"; train resume={shown_path(folder)} on this machine sends it"
-            text = f"{shown_path(folder)}: {text}"
-            if ended_well:
+            text = f"{shown_path(folder)}: lacks the end of this run ({sender.fault}), which is in "
+            text += f"{folder}; train resume={shown_path(folder)} on this machine sends it"
+            if failure is None:
                 raise SaveError(text)
+            if isinstance(failure, Preempted):
+                # Put back into a queue, it would go on elsewhere from an older step.
+                failure.exit_code = SaveError.exit_code
             print_notes([text])
 
 
@@ -73,26 +77,33 @@ class Sender:
 
         One that is away may come back.
         """
-        is_sent, (records, here) = (self._folder / SENT).exists(), self._find()
-        if is_sent:
-            self._checkpoints = here
+        records, here = self._find()
+        unsent = {run for run in self._used() if not (run / SENT).exists()}
+
+        def is_sent(name: str) -> bool:
+            return unsent.isdisjoint((self._folder / name).parents)
+
+        self._records = {name: records[name] for name in filter(is_sent, records)}
+        self._checkpoints = {*filter(is_sent, here)}
+        # Whoever is killed from now on may leave what is not sent.
+        for mark in self._folder.glob(f"**/{SENT}"):
+            mark.unlink(missing_ok=True)
         try:
             if self._is_new:
                 self._store.try_writing()
                 return
-            for name in self._store.objects():
+            there = self._store.objects()
+            self._records = {name: self._records[name] for name in self._records.keys() & there}
+            for name in there:
                 checkpoint, _, file = name.rpartition("/")
-                if is_sent and name in records:
-                    self._records[name] = records[name]
                 # What is not here was pruned, and this machine could not say so.
-                if not is_sent and file == RunFolder.MANIFEST and checkpoint not in here:
+                is_gone = file == RunFolder.MANIFEST and not (self._folder / checkpoint).exists()
+                if is_gone and not is_sent(name):
                     self._checkpoints.add(checkpoint)
         except StoreError as error:
             if self._is_new and error.is_refusal:
                 text = f"{error}; nothing can be written there, so no run begins"
                 raise ConfigError(f"{url_of(self._folder)}: {text}") from error
-            if is_sent:
-                self._records = records
 
     def follow(self, is_over: threading.Event) -> None:
         """Send once the run has a plan, and where a checkpoint is new or gone, until it is over."""
@@ -110,7 +121,9 @@ class Sender:
         try:
             self._send()
             if is_last and self._folder.exists():
-                (self._folder / SENT).touch()
+                for run in self._used():
+                    if not is_locked(run):
+                        (run / SENT).touch()
         except (StoreError, OSError) as error:
             self.fault = str(error)
             text = f"not written ({error}); the run goes on, and each checkpoint tries again"
@@ -127,11 +140,10 @@ class Sender:
             if self._is_new and self._records and not self._checkpoints:
                 self._store.remove("")
             return
-        records, checkpoints = self._find()
-        if checkpoints - self._checkpoints or records != self._records:
-            for mark in self._folder.glob(f"**/{SENT}"):
-                mark.unlink()
-        for name in sorted(checkpoints - self._checkpoints, reverse=True):
+        # A process that listed runs may have made one before this run was in use.
+        for mark in self._folder.glob(f"**/{SENT}"):
+            mark.unlink(missing_ok=True)
+        for name in sorted(self._find()[1] - self._checkpoints, reverse=True):
             # It may be pruned before it is linked.
             with suppress(FileNotFoundError):
                 self._send_checkpoint(name)
@@ -160,10 +172,14 @@ class Sender:
 
     def _send_records(self) -> None:
         for name, state in self._find()[0].items():
-            # One may be removed meanwhile, as what a run failed by before.
+            # One may be removed meanwhile, as what a run failed by before, and one may grow.
             if self._records.get(name) != state and (file := self._folder / name).exists():
-                self._store.put(name, file)
+                self._store.put(name, file.read_bytes())
                 self._records[name] = state
+
+    def _used(self) -> list[Path]:
+        """List the folder, and below it those of runs that were used on this machine."""
+        return [self._folder, *(lock.parent for lock in self._folder.glob(f"**/{RunFolder.LOCK}"))]
 
     def _find(self) -> tuple[dict[str, tuple[int, int]], set[str]]:
         """Find records, each with the time of its last change and its size, and checkpoints."""
