@@ -10,12 +10,16 @@ from trainer.config import components
 from trainer.config.amounts import parse_time
 from trainer.config.components import Cadence, Count, Epochs, Figure, Natural, Section
 
+Ranks = Annotated[
+    components.Whole, Field(ge=1, le=65_536, description="a whole number from 1 to 65,536")
+]
+
 
 class ParallelSection(Section):
     """The ranks of a run."""
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"]
-    ranks: components.AutoWord | Count
+    ranks: components.AutoWord | Ranks
     timeout_s: components.Positive
     shard: components.AutoWord | Count
     replicate: components.AutoWord | Count

@@ -6,15 +6,20 @@ All that reads or writes works on copies, below the cache folder; `cli/remote.py
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from trainer.core.errors import ConfigError
 
+_MISTYPED = re.compile(r"(s3|gs)//|(\w+):/(?!/)")
 _NO_HOST = "_"  # in place of the host of a URL that has none, as `file:///folder`; no host is so
 
 
 def is_url(typed: str) -> bool:
-    """Whether a text, where a path may stand, is a URL such as `s3://bucket/runs`."""
+    """Whether a text, where a path may stand, is a URL; `ConfigError` where it is nearly one."""
+    if (meant := _MISTYPED.match(typed)) is not None:
+        url = f"{meant[1] or meant[2]}://{typed[meant.end() :]}"
+        raise ConfigError(f"{typed}: did you mean {url}? For a folder of this name type ./{typed}")
     return "://" in typed
 
 

@@ -73,9 +73,9 @@ class Sender:
         self._records, self._checkpoints = dict[str, tuple[int, int]](), set[str]()
 
     def begin(self) -> None:
-        """Find what the store has; one that refuses a new run is a `ConfigError`, before any step.
+        """Find what the store has; of a new run one that does not take it is a `ConfigError`.
 
-        One that is away may come back.
+        Of another one it may be away, and come back.
         """
         records, here = self._find()
         unsent = {run for run in self._used() if not (run / SENT).exists()}
@@ -101,7 +101,7 @@ class Sender:
                 if is_gone and not is_sent(name):
                     self._checkpoints.add(checkpoint)
         except StoreError as error:
-            if self._is_new and error.is_refusal:
+            if self._is_new:
                 text = f"{error}; nothing can be written there, so no run begins"
                 raise ConfigError(f"{url_of(self._folder)}: {text}") from error
 

@@ -140,16 +140,14 @@ def _print_table(
     """Print as many columns as fit, and return the titles of the others."""
     columns = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
     wide, num_shown = console.options.update_width(10_000), len(columns)
-    # In a file there is room for all.
-    width: int | None = wide.max_width
-    if console.is_terminal:
-        width = None
-        # At least what tells jobs apart, and which is best.
-        for num_shown in range(len(columns), len(keys) + 3, -1):
-            table = _table(rows, columns[:num_shown], keys)
-            if console.measure(table, options=wide).maximum <= console.width:
-                break
-    console.print(_table(rows, columns[:num_shown], keys), width=width, crop=console.is_terminal)
+    if not console.is_terminal:
+        console.width = wide.max_width
+    # At least what tells jobs apart, and which is best.
+    for num_shown in range(len(columns), len(keys) + 3, -1):
+        table = _table(rows, columns[:num_shown], keys)
+        if console.measure(table, options=wide).maximum <= console.width:
+            break
+    console.print(_table(rows, columns[:num_shown], keys))
     return [*map(title_of, columns[num_shown:])]
 
 
