@@ -7,6 +7,7 @@ docs/recipes.md is made of the files of recipes/.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -121,13 +122,20 @@ class Option:
 
 def main() -> None:
     """Write all pages."""
-    for path, text in pages().items():
+    try:
+        made = pages()
+    except ValueError as error:
+        sys.exit(str(error))
+    for path, text in made.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
 
 def pages() -> dict[Path, str]:
     """Give the text of every page that is made."""
+    for group in GROUPS:
+        if group.partition(".")[0] not in PAGES:
+            raise ValueError(f"conf/{group}: has no page; add it to PAGES in docs/generate.py")
     found = {name: [] for name in PAGES}
     for name in keys_of_every_run():
         first = name.partition(".")[0]

@@ -48,7 +48,7 @@ CARDS: Mapping[str, Card] = {
     "rtx3090": Card("RTX 3090", 24_576, 71.0, 35.6),
     "mi300x": Card("MI300X", 196_592, 1307.4, 163.4),
 }
-"""A reported name that is part of another stands behind it."""
+"""By what `device` takes. A reported name that is part of another, as `H200`, stands behind it."""
 
 CardName = Annotated[
     str,

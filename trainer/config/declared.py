@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, reduce
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Literal, final, get_args, get_origin
+from typing import Annotated, Any, Literal, final, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -149,6 +149,12 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
             return reduce(operator.or_, (_type(module, side) for side in (node.left, node.right)))
         case ast.Subscript(value=ast.Name(id="Literal")):
             return Literal[ast.literal_eval(node.slice)]
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *marks])):
+            found = _type(module, kind)
+            for mark in marks:  # of ours, such as `FREE`; others are not read
+                with suppress(LookupError):
+                    found = Annotated[found, _type(module, mark)]
+            return found
         case ast.Name() | ast.Attribute():
             owner, _, name = module.full_name(node).rpartition(".")
             if owner == _TYPES:

@@ -55,13 +55,13 @@ class Tracker(ABC):
         """Show figures of a step, by names such as `train/loss`; an evaluation comes by itself."""
 
     def flush(self) -> None:  # noqa: B027 - may be left out
-        """Bring what was logged to where it survives this process; called about once a second."""
+        """Bring what was logged to where it survives this process; called after new figures."""
 
     def attach(self, file: Path) -> None:  # noqa: B027 - may be left out
         """Show a file of the run: plan.json after `start`, report.html before `finish`."""
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:  # noqa: B027 - may be left out
-        """End, with what result.json holds; None where the run did not come to its end."""
+        """End, with what result.json holds; None without an end. Not called in a killed process."""
 
 
 def figures_of(entry: Entry) -> dict[str, float]:

@@ -116,7 +116,7 @@ def test_option_files_say_what_they_choose_and_their_keys_are_their_constructors
             made = getattr(importlib.import_module(module), name)
             known = inspect.signature(made).parameters.keys()
             group = file.parent.name
-            shared = PRIMARY[group] if group in FEATURES else {}  # by all of its options
+            shared = PRIMARY.get(group, {}) if group in FEATURES else {}  # by all of its options
             own = {*extra_keys(group), *shared}
             if name == "Mixture":  # its other settings are of its sources
                 source = inspect.signature(HuggingFaceData).parameters.keys()
