@@ -314,6 +314,9 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             f"{named}{asked} is more than the {there:,} {unit} of an epoch, so each step uses the "
             f"whole epoch; set {named}{tenth} for {plural(there // tenth, 'step')} an epoch"
         )
+    if idle := min(plan.ranks.count(()) for plan in run_plan.plans):
+        text = f"no sample in a step for {number(idle)} of {plural(run.world.size, 'rank')}"
+        warnings.append(f"{named}{asked}: {text}; type a larger one, or fewer ranks")
     pieces = max(p.num_micro_batches for p in run_plan.plans)
     warnings += model_warnings(run_plan, pieces)
     if run.model.coupling.warning and pieces > 1:

@@ -114,6 +114,8 @@ def _hosts(words: Sequence[str]) -> list[str]:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or names.count(name) > 1:
             example = "type each once, as gpu01 gpu02; in bash gpu{01..08} are eight"
             raise ConfigError(clip(f"{name}: must be the name of one host; {example}"))
+    if "localhost" in names and names[1:]:
+        raise ConfigError("localhost: leads every host to itself; type this one's name or address")
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if names or not listed:
         return names
@@ -158,6 +160,6 @@ def _variables(
         share = max(1, num_cores() // ranks)
         found["OMP_NUM_THREADS"] = str(share), "cores of each rank; torchrun would set 1"
     for name, value in sorted(os.environ.items()):
-        if name in found or name.startswith(("NCCL_", "GLOO_")):
+        if name in found or name.startswith(("NCCL_", "GLOO_", "TRAIN_")):
             found[name] = value, "as it is set here"
     return found
