@@ -66,7 +66,7 @@ def test_of_hosts_whose_cable_is_cut_each_names_the_other(undisturbed, hosts):
     for own, other in (("one", "two"), ("two", "one")):
         pattern = f"train.{own}.log"
         wait_for(lambda pattern=pattern: [*run.glob(pattern)], hosts, 120)
-        words = re.compile(f"on {other}|waited for other ranks for 8 s")
+        words = re.compile(rf"(no word from|lost) rank \d on {other}\b.* at step \d+ ")
         wait_for(lambda words=words, log=run / pattern: words.search(log.read_text()), hosts)
     # torchrun waits for ten minutes.
     hosts.lose(0)
