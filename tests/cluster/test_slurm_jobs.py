@@ -30,7 +30,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def submit(slurm: Hosts, name: str, *typed: str) -> str:
     """Queue a file of the docs for nodes without GPUs, and wait until it runs; gives the job."""
     text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
-    Path("job.sh").write_text(re.sub(r" --gpus-per-node=\d+", "", text))
+    Path("job.sh").write_text(re.sub(r" --[cg]pus-per-\w+=\d+", "", text))
     words = overrides(f"steps=200 hooks=[{TOYS}.Slow]")
     if name != "array.sh":  # whose jobs have names of their own
         words = ["name=gpt", *words]
