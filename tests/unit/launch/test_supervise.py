@@ -203,24 +203,20 @@ def test_what_a_lost_rank_was_doing_is_read_from_the_folder_that_hosts_share(tmp
 
 
 @pytest.mark.parametrize(
-    ("ended", "says"),
+    ("places", "says"),
     [
-        # The cable of two is cut, the power of three is gone, or a rank hangs.
-        (
-            [(1, WAITS), (2, WAITS)],
-            "no word from rank 1 on two, rank 2 on three: rank 0 waited for",
-        ),
-        ([(1, WAITS)], "no word from rank 2 on three: rank 0 waited for other ranks for 600 s"),
-        ([(1, WAITS), (2, COMPUTES)], "rank 2 did not answer for 600 s"),
+        # The cable is cut, the power of a host is gone, or a rank hangs.
+        ([WAITS, WAITS], "no word from rank 1 on two, rank 2 on three: rank 0 waited"),
+        ([WAITS], "no word from rank 2 on three: rank 0 waited for other ranks for 600 s"),
+        ([WAITS, COMPUTES], "rank 2 did not answer for 600 s"),
     ],
 )
-def test_of_ranks_that_wait_in_vain_each_names_who_is_lost(ended, says, tmp_path):
-    hung = {rank: Ended(rank, -9, {}, 1.0, place, is_killed=True) for rank, place in ended}
-    for rank, end in hung.items():
-        leave_end(tmp_path, end, str(verdict({rank: end}, tmp_path, 600)))
-    own = Ended(0, -9, {}, 1.0, WAITS, is_killed=True)
-    error = verdict({0: own}, tmp_path, 600)
-    assert str(among_hosts(error, own, tmp_path, 0, ["one", "two", "three"])).startswith(says)
+def test_of_ranks_that_wait_in_vain_each_names_who_is_lost(places, says, tmp_path):
+    for rank, place in reversed([*enumerate([WAITS, *places])]):
+        end = Ended(rank, -9, {}, 1.0, place, is_killed=True)
+        error = verdict({rank: end}, tmp_path, 600)
+        leave_end(tmp_path, end, str(error))
+    assert str(among_hosts(error, end, tmp_path, 0, ["one", "two", "three"])).startswith(says)
 
 
 SAID = Ended(1, 3, TORN, 9.0, COMPUTES)
