@@ -84,15 +84,15 @@ def test_packets_that_are_lost_change_no_bit(undisturbed, hosts):
     assert weights(hosts) == undisturbed
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_an_agent_that_is_killed_ends_the_run_which_goes_on(undisturbed, hosts, number):
+@pytest.mark.parametrize(("number", "state"), [(0, "preempted"), (1, "completed")])
+def test_an_agent_that_is_killed_takes_no_step_from_the_run(undisturbed, hosts, number, state):
     agents = disturb(hosts, "--max-restarts=0", "parallel.timeout_s=8")
     # The words around an agent have become it.
     agents[number].send_signal(signal.SIGKILL)
     (run,) = hosts.folder.glob("outputs/*/*-gpt")
-    # The other agent waits for minutes.
+    # Without the first, where agents meet, the other ends its rank; ranks without the second go on.
     wait_for(lambda: read_json(run / "status.json")["state"] != "running", hosts)
-    assert read_json(run / "status.json")["step"] < 40, "there is something to go on with"
+    assert read_json(run / "status.json")["state"] == state
     assert goes_on(hosts), hosts.printed()
     assert weights(hosts) == undisturbed
 
