@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.lib.cli_support import CHECKOUT
-from tests.lib.host_runs import C10D, LINE, OWN, STATIC, codes, started
+from tests.lib.host_runs import C10D, LINE, OWN, STATIC, codes, started, weights
 from tests.lib.nightly import LIMIT_S
 from tests.lib.run_support import read_json, steps
 
@@ -27,6 +27,8 @@ def test_a_rank_that_is_killed_once_is_started_again_and_the_run_completes(
     assert read_json(run / "status.json")["state"] == "completed"
     assert [entry["step"] for entry in steps(run)] == [*range(1, 11)]
     assert (run / ".hydra" / "resumed").is_dir()
+    assert started(hosts, [hosts.folder] * 2, *rendezvous, "name=whole") == [0, 0]
+    assert weights(hosts) == weights(hosts, "whole")
 
 
 @pytest.mark.parametrize("other", ["trainer", "net"])

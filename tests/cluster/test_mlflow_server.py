@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from tests.lib.cluster import wait_for
+from tests.lib.host_runs import weights
 from tests.lib.nightly import LIMIT_S
 from tests.lib.processes import Command, free_port, skip_without
 from tests.lib.run_support import TOYS, overrides, steps
@@ -53,10 +54,11 @@ class Server:
             self.process = subprocess.Popen(
                 argv, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
             )
-        until = time.monotonic() + PATIENCE_S
-        while not _answers(self.address):
-            assert time.monotonic() < until, (self.folder / "server.log").read_text()
-            time.sleep(0.5)
+        wait_for(lambda: _answers(self.address), self, PATIENCE_S)
+
+    def printed(self) -> str:
+        """Give what it has printed, for messages of tests."""
+        return (self.folder / "server.log").read_text()
 
     def send(self, number: int) -> None:
         """Send a signal to all of its processes."""
@@ -79,11 +81,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def _answers(address: str) -> bool:
-    try:
-        with urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+    with suppress(OSError), urlopen(f"{address}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
 
 
 def test_four_jobs_of_a_new_experiment_start_at_once(server, tmp_path, monkeypatch):
@@ -118,15 +118,26 @@ def test_four_jobs_of_a_new_experiment_start_at_once(server, tmp_path, monkeypat
     assert {run.info.status for run in runs} == {"FINISHED"}
 
 
-def begin(server: Server) -> Command:
+def begin(server: Server, last: int = 1000, *typed: str) -> Command:
     """Start a run of some 20 s that shows itself there."""
-    line = f"steps=1000 hooks=[{TOYS}.Slow] logger=[mlflow] name=gpt"
-    return Command.start(server.folder, [*overrides(line), f"mlflow.tracking_uri={server.address}"])
+    line = f"steps={last} hooks=[{TOYS}.Slow] logger=[mlflow] name=gpt"
+    words = [*overrides(line), f"mlflow.tracking_uri={server.address}", *typed]
+    return Command.start(server.folder, words)
+
+
+@pytest.fixture
+def undisturbed(server: Server) -> bytes:
+    """The weights of a run that shows itself nowhere."""
+    words = overrides("steps=1000 logger=[] name=whole")
+    assert Command.start(server.folder, words).end().code == 0
+    return weights(server, "whole")
 
 
 def shown(server: Server) -> list[int]:
     """The steps of the run's losses that the server has."""
-    return mlflow_steps(server.folder / "server.db")["train/loss"]
+    with suppress(ValueError, KeyError):  # no run yet, or no step of it
+        return mlflow_steps(server.folder / "server.db")["train/loss"]
+    return []
 
 
 def with_loss(folder: Path) -> list[int]:
@@ -136,35 +147,36 @@ def with_loss(folder: Path) -> list[int]:
 
 def wait_until_shown(server: Server) -> Path:
     """Wait until some steps are there; gives the folder of the run."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until:
-        with suppress(ValueError, KeyError):  # no run yet, or no step of it
-            if len(shown(server)) > 10:
-                (folder,) = server.folder.glob("outputs/*/*-gpt")
-                return folder
-        time.sleep(0.5)
-    raise AssertionError("nothing is shown")
+    wait_for(lambda: len(shown(server)) > 10, server, PATIENCE_S)
+    (folder,) = server.folder.glob("outputs/*/*-gpt")
+    return folder
 
 
-def test_a_run_whose_server_goes_away_goes_on_and_says_so(server):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalls"])
+def test_a_server_that_goes_away_holds_up_no_step_and_has_each_at_last(number, server, undisturbed):
     command = begin(server)
     folder = wait_until_shown(server)
-    server.send(signal.SIGKILL)
+    server.send(number)
+    command.wait_for("outputs/*/*-gpt/metrics.jsonl", len(steps(folder)) + 200)
+    if number == signal.SIGSTOP:
+        server.send(signal.SIGCONT)
     assert command.end().code == 0
-    assert "warning: mlflow" in (folder / "train.log").read_text()
     assert [entry["step"] for entry in steps(folder)] == [*range(1, 1001)]
-    server.start()
+    assert weights(server) == undisturbed
+    if number == signal.SIGKILL:
+        assert "sends it when it goes on (resume=RUN)" in (folder / "train.log").read_text()
+        server.start()
+        assert begin(server, 1001, f"resume={folder}").end().code == 0
+    assert shown(server) == with_loss(folder)
 
 
-def test_a_server_that_comes_late_is_said_to_be_away_and_has_each_step(server):
+def test_a_server_that_comes_late_is_said_to_be_away_and_has_each_step(server, undisturbed):
     server.send(signal.SIGKILL)
     command = begin(server)
-    folder = command.wait_for("outputs/*/*-gpt/train.log").parent
-    log = folder / "train.log"
-    until = time.monotonic() + PATIENCE_S
-    while "no server answers" not in log.read_text() and time.monotonic() < until:
-        time.sleep(0.2)
-    assert f"mlflow.tracking_uri={server.address}: no server answers" in log.read_text()
+    log = command.wait_for("outputs/*/*-gpt/train.log")
+    says = f"mlflow.tracking_uri={server.address}: no server answers"
+    wait_for(lambda: says in log.read_text(), server, PATIENCE_S)
     server.start()
     assert command.end().code == 0
-    assert shown(server) == with_loss(folder)
+    assert shown(server) == with_loss(log.parent)
+    assert weights(server) == undisturbed

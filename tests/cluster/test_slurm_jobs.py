@@ -19,6 +19,7 @@ from tests.lib.slurm import documented_files
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(LIMIT_S)]
 
 FILES = documented_files()
+URGENT = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def submit(slurm: Hosts, name: str, *typed: str) -> str:
     """Queue a file of the docs for nodes without GPUs, and wait until it runs; gives the job."""
     text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
-    Path("job.sh").write_text(re.sub(r" --gpus-per-node=\d+", "", text))
+    Path("job.sh").write_text(re.sub(r" --[cg]pus-per-\w+=\d+", "", text))
     words = overrides(f"steps=200 hooks=[{TOYS}.Slow]")
     if name != "array.sh":  # whose jobs have names of their own
         words = ["name=gpt", *words]
@@ -141,8 +142,7 @@ def test_a_job_that_makes_way_for_an_urgent_one_and_reaches_its_limit_has_the_sa
     expected = whole(name)
     job = submit(slurm, name)
     wait_for(takes_steps, slurm)
-    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
-    slurm.run([*urgent, "--wrap=sleep 1"])
+    slurm.run(URGENT)
     wait_for(lambda: jobs_of(slurm, job) == ["PENDING"], slurm)
     wait_for(lambda: jobs_of(slurm, job) == ["RUNNING"], slurm)
     # A signal comes two minutes before the limit: at once.
@@ -193,16 +193,24 @@ def states() -> list[str]:
     return [read_json(path)["state"] for path in Path().glob("outputs/multirun/*/*/*/status.json")]
 
 
-@pytest.mark.parametrize(("typed", "code"), [((), 0), (("hydra.launcher.max_num_timeout=0",), 1)])
-def test_jobs_of_submitit_go_back_into_the_queue_at_their_time_limit(typed, code, slurm):
-    line = f"steps=3000 seed=0,1 hooks=[{TOYS}.Slow]"
-    limit = ("hydra.launcher.timeout_min=10", "hydra.launcher.signal_delay_s=40")
-    words = ["train", "-m", "hydra/launcher=submitit_slurm", *limit, *overrides(line), *typed]
-    sweep = slurm.start(0, words)
+@pytest.mark.parametrize("way", ["limit", "last limit", "urgent"])
+def test_jobs_of_submitit_at_their_limit_or_that_make_way_go_back_into_the_queue(way, slurm):
+    count, code = 1000 if way == "urgent" else 3000, int(way == "last limit")
+    words = ["train", "-m", *overrides(f"steps={count} seed=0,1")]
+    whole = slurm.start(0, [*words, "outputs=whole"])
+    words += ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=10"]
+    words += ["hydra.launcher.signal_delay_s=40", f"hooks=[{TOYS}.Slow]"]
+    sweep = slurm.start(0, [*words, *["hydra.launcher.max_num_timeout=0"] * code])
     wait_for(lambda: len([*Path().glob("outputs/multirun/*/*/*/metrics.jsonl")]) == 2, slurm)
-    set_limit(slurm, 1)
+    slurm.run(URGENT) if way == "urgent" else set_limit(slurm, 1)
     wait_for(lambda: states() == ["preempted"] * 2, slurm)
-    set_limit(slurm, 10)
+    if way != "urgent":
+        set_limit(slurm, 10)
     wait_for(lambda: queue(slurm) is not None and sweep.poll() is not None, slurm)
     assert sweep.returncode == code, slurm.printed()
     assert states() == ["preempted" if code else "completed"] * 2
+    if not code:
+        wait_for(lambda: whole.poll() is not None, slurm)
+        files = f"multirun/*/*/?/checkpoints/step-*{count}/model.safetensors"
+        found, other = (sorted(Path(name).glob(files)) for name in ("outputs", "whole"))
+        assert [file.read_bytes() for file in found] == [file.read_bytes() for file in other]

@@ -10,14 +10,17 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
+from trainer.config.messages import first_of
 from trainer.config.secrets import without_secrets
 from trainer.core import durable, errors
 from trainer.core.rank_progress import RankPosition
@@ -27,8 +30,8 @@ from trainer.report.run_status import keep_traceback
 
 STACKS_SIGNAL = signal.SIGUSR2
 
+GRACE_S = 1.0  # for others to notice that a rank failed, and to say how theirs ended
 LOOK_S = 0.1  # how often to look for what another host says
-
 _SENT = {
     "SIGKILL": ", as the system often does when memory runs out",
     "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync)",
@@ -69,7 +72,7 @@ class Records:
     """A folder in which ranks find what to run, and leave their progress and ends."""
 
     JOB = "job.json"  # what to run, as `_attempt` in supervise.py writes it
-    RUN = "run"  # a link to the first rank's run folder, which a launcher's others learn from it
+    JOINED = "joined.json"  # the first rank's run folder, and each rank's host, under a launcher
 
     folder: Path
 
@@ -172,12 +175,54 @@ def verdict(
     return errors.RankFailedError(_name(first, f"rank {first.rank}{on}"))
 
 
-def leave_end(folder: Path, rank: int, text: str) -> None:
+def among_hosts(
+    error: errors.TrainError | None, end: Ended, folder: Path, local_rank: int, hosts: Sequence[str]
+) -> errors.TrainError | None:
+    """Write how a launcher's rank ended, and name whom it lost; `hosts` are those of all ranks."""
+    text = "ended" if error is None else str(error)
+    if end.is_killed and end.place.waits:
+        leave_end(folder, end, "")
+        time.sleep(GRACE_S)
+        text = who_is_lost(folder, hosts, end.rank, text)
+        error = errors.RankFailedError(text)
+    log_file = RunFolder(folder).host_log(socket.gethostname())
+    with suppress(OSError), durable.open_log(log_file) as log:
+        log.write(f"[{datetime.now():%Y-%m-%d %H:%M:%S}][rank {end.rank}] {text}\n")
+    if error is None or isinstance(error, errors.Preempted):  # with which all ranks end
+        return error
+    leave_end(folder, end, text)
+    if "lost" in end.report:
+        why = find_end(folder, end.report["lost"], 2 * GRACE_S) or "its own output may say why"
+        error = errors.RankFailedError(f"{text}: {why}")
+    # Once ranks have met, all give most reasons; of its own are those of a rank's samples.
+    is_shared = "error" in end.report and end.report["has_met"]
+    is_shared &= end.place.phase not in {"data", "compute", "evaluation"}
+    error.is_own = not is_shared or local_rank == 0
+    return error
+
+
+def who_is_lost(folder: Path, hosts: Sequence[str], own: int, text: str) -> str:
+    """Name whom a rank waited for: one that says what else it did, or those that say nothing."""
+    silent, elsewhere = list[str](), list[str]()
+    for rank, host in enumerate(hosts):
+        end = durable.read_json(_end_file(folder, rank))
+        if end.get("waited") is False:
+            return str(end["text"])
+        if not end or host != hosts[own]:
+            (elsewhere if end else silent).append(f"rank {rank} on {host}")
+    # Where all of them waited, the way between hosts is cut.
+    lost = silent or elsewhere
+    return f"no word from {first_of(lost)}: {text}" if lost else text
+
+
+def leave_end(folder: Path, end: Ended, text: str) -> None:
     """Say in the run folder, which all hosts see, why a rank of this one ended."""
-    path = _end_file(folder, rank)
-    with suppress(OSError):
-        durable.make_folders(path.parent)
-        durable.write_json(path, {"text": text})
+    path = _end_file(folder, end.rank)
+    waited = end.place.waits and (end.is_killed or "crash" in end.report)
+    if folder.is_dir():
+        with suppress(OSError):
+            durable.make_folders(path.parent)
+            durable.write_json(path, {"text": text, "waited": waited})
 
 
 def find_end(folder: Path, ranks: Sequence[int], wait_s: float) -> str:

@@ -95,7 +95,8 @@ def _work(
                     if member.rank > 0:
                         _log_to(run.host_log(socket.gethostname()), f"rank {member.rank}")
                     _log.info("process %d, %s, of %d ranks", os.getpid(), world.device, world.size)
-                    (records.folder / Records.RUN).symlink_to(folder)
+                    joined = {"folder": str(folder), "hosts": [name for name, *_ in hosts.values()]}
+                    durable.write_json(records.folder / Records.JOINED, joined)
                 # One process verifies; ranks of ours are there for what it cannot try.
                 if member.is_ours and config.command == "verify":
                     return {"code": verify_sync(config, folder, world, stop)}

@@ -18,18 +18,17 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import final
 
 from trainer.config.command_words import READING
 from trainer.config.run_config import RunConfig, to_text
 from trainer.core import durable, signals
-from trainer.core.errors import GO_ON, Preempted, RankFailedError, TrainError
+from trainer.core.errors import GO_ON, Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.run_folder import RunFolder, hold
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, find_end, leave_end, verdict
+from trainer.launch.ends import GRACE_S, STACKS_SIGNAL, Ended, Records, among_hosts, verdict
 from trainer.launch.membership import Membership
 from trainer.report import journal
 from trainer.report.run_status import drop_empty, recorded, saved_step, to_go_on
@@ -38,9 +37,7 @@ UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is not
 STACKS_S = 0.3  # to dump the stacks of a rank that hangs
 RANK_POLL_S = 0.05  # how often to look
 LONGEST_POLL_S = 1.0  # on a busy machine; what takes longer is a job that was suspended
-GRACE_S = 1.0  # for others to notice that a rank failed before they are killed
 ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
-_OWN_PHASES = {"data", "compute", "evaluation"}
 
 
 def supervise(
@@ -104,41 +101,18 @@ def _attempt(
             watch.run()
         finally:
             # Where a launcher started us, the first rank's folder counts, once the ranks have met.
-            place, link = folder, records.folder / Records.RUN
-            if link.is_symlink():
-                place = link.resolve()
+            joined = durable.read_json(records.folder / Records.JOINED)
+            place = Path(joined.get("folder", folder))
             watch.end(place)
             for member in members:
                 if log := RunFolder(place).rank_log(config.command, member.rank):
                     drop_empty(log)
-    host = socket.gethostname() * (not is_ours)
-    error = verdict(watch.ended, place, timeout_s, host)
+    error = verdict(watch.ended, place, timeout_s, socket.gethostname() * (not is_ours))
     if not is_ours:
-        error = _among_hosts(error, watch.ended[members[0].rank], place, members[0], host)
+        end, hosts = watch.ended[members[0].rank], joined.get("hosts", [])
+        error = among_hosts(error, end, place, members[0].local_rank, hosts)
     if error is not None:
         raise error
-
-
-def _among_hosts(
-    error: TrainError | None, end: Ended, folder: Path, member: Membership, host: str
-) -> TrainError | None:
-    """Write how a launcher's rank ended, and say of a rank that it lost what that one says."""
-    text = "ended" if error is None else str(error)
-    if folder.is_dir():
-        with suppress(OSError), durable.open_log(RunFolder(folder).host_log(host)) as log:
-            log.write(f"[{datetime.now():%Y-%m-%d %H:%M:%S}][rank {member.rank}] {text}\n")
-    if error is None or isinstance(error, Preempted):  # with which all ranks end
-        return error
-    if folder.is_dir():
-        leave_end(folder, member.rank, text)
-    if "lost" in end.report:
-        why = find_end(folder, end.report["lost"], GRACE_S) or "its own output may say why"
-        error = RankFailedError(f"{text}: {why}")
-    # Once ranks have met, all give most reasons; of its own are those of a rank's samples.
-    is_shared = "error" in end.report and end.report["has_met"]
-    is_shared &= end.place.phase not in _OWN_PHASES
-    error.is_own = not is_shared or member.local_rank == 0
-    return error
 
 
 @final
@@ -221,11 +195,7 @@ class Watch:
 
     def _running(self) -> list[Child]:
         """Give the ranks whose end was not noted yet."""
-        running = list[Child]()
-        for child in self.children:
-            if child.rank not in self.ended:
-                running.append(child)
-        return running
+        return [child for child in self.children if child.rank not in self.ended]
 
     def _is_overdue(self, child: Child, place: RankPosition) -> bool:
         since, came_at = self.came_at.get(child.rank, (None, 0.0))

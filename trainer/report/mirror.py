@@ -91,7 +91,7 @@ class Mirror:
         self._thread.join(max(0.0, since + self._tracker.patience_s - time.monotonic()))
         if self._thread.is_alive():
             text = "did not finish in time and was abandoned; metrics.jsonl has everything"
-            self._warn(f"{self._name} {text}")
+            self._warn(f"{self._name} {text}, and the run sends it when it goes on (resume=RUN)")
 
     def _work(self) -> None:
         """Do all there is to do with a tracker: the thread."""

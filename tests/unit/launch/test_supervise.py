@@ -21,6 +21,7 @@ from trainer.launch.ends import (
     STACKS_SIGNAL,
     Ended,
     Records,
+    among_hosts,
     find_end,
     leave_end,
     lost_rank,
@@ -181,24 +182,43 @@ def test_the_rank_that_gloo_lost_is_named_with_its_host(what, says):
     assert lost_rank("RuntimeError: injected", 0, HOSTS) == {}
 
 
+COMPUTES, WAITS = RankPosition(2, "compute"), RankPosition(2, "agree", waits=True)
+KILLED = Ended(1, -signal.SIGKILL, {}, 9.0, COMPUTES)
+
+
 def test_what_a_lost_rank_was_doing_is_read_from_the_folder_that_hosts_share(tmp_path):
     place = RankPosition(8, "reduce", waits=True)
     end = Ended(0, 1, {"crash": "lost rank 1 on two (reset)", "lost": [1]}, 1.0, place)
     error = verdict({0: end}, tmp_path, 600, "one")
-    leave_end(tmp_path, 1, "rank 1 on two was killed by SIGKILL, at step 8 (compute)")
-    joined = Membership(rank=0, size=2, local_rank=0, local_size=1, start_timeout_s=9)
-    found = str(supervise._among_hosts(error, end, tmp_path, joined, "one"))
+    leave_end(tmp_path, KILLED, "rank 1 on two was killed by SIGKILL, at step 8 (compute)")
+    found = str(among_hosts(error, end, tmp_path, 0, ["one", "two"]))
     assert found == (
         "lost rank 1 on two (reset), at step 8 (reduce): rank 1 on two was killed by SIGKILL, at "
         "step 8 (compute)"
     )
-    assert "[rank 0] lost rank 1 on two" in (tmp_path / "train.one.log").read_text()
+    (log,) = tmp_path.glob("train.*.log")
+    assert "[rank 0] lost rank 1 on two" in log.read_text()
     assert find_end(tmp_path, [0], 1.0).startswith("lost rank 1")
     assert find_end(tmp_path, [2], 0.0) == ""
 
 
-COMPUTES, WAITS = RankPosition(2, "compute"), RankPosition(2, "agree", waits=True)
-KILLED = Ended(1, -signal.SIGKILL, {}, 9.0, COMPUTES)
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        # The cable is cut, the power of a host is gone, or a rank hangs.
+        ([WAITS, WAITS], "no word from rank 1 on two, rank 2 on three: rank 0 waited"),
+        ([WAITS], "no word from rank 2 on three: rank 0 waited for other ranks for 600 s"),
+        ([WAITS, COMPUTES], "rank 2 did not answer for 600 s"),
+    ],
+)
+def test_of_ranks_that_wait_in_vain_each_names_who_is_lost(places, says, tmp_path):
+    for rank, place in reversed([*enumerate([WAITS, *places])]):
+        end = Ended(rank, -9, {}, 1.0, place, is_killed=True)
+        error = verdict({rank: end}, tmp_path, 600)
+        leave_end(tmp_path, end, str(error))
+    assert str(among_hosts(error, end, tmp_path, 0, ["one", "two", "three"])).startswith(says)
+
+
 SAID = Ended(1, 3, TORN, 9.0, COMPUTES)
 FAILED = Ended(1, 1, CRASH, 5.0, COMPUTES)
 

@@ -92,7 +92,7 @@ def test_a_tracker_gets_each_entry_once_and_goes_on_behind_what_has_arrived(tmp_
     [
         ("log", "mine is off (RuntimeError: its own fault (test_mirror.py:"),
         ("attach", "mine has not got plan.json (RuntimeError: its own fault"),
-        ("log...", "mine did not finish in time and was abandoned; metrics.jsonl has everything"),
+        ("log...", "mine did not finish in time and was abandoned; metrics.jsonl has everything, "),
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_one_warning_and_nothing_waits(tmp_path, fault, warned):
