@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
@@ -32,6 +33,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 GRACE_S = 1.0  # for others to notice that a rank failed, and to say how theirs ended
 LOOK_S = 0.1  # how often to look for what another host says
+ENDED, WAITED = ".json", ".waited.json"  # ends of files, by what a rank did when it ended
+
 _SENT = {
     "SIGKILL": ", as the system often does when memory runs out",
     "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync)",
@@ -203,13 +206,15 @@ def among_hosts(
 
 def who_is_lost(folder: Path, hosts: Sequence[str], own: int, text: str) -> str:
     """Name whom a rank waited for: one that says what else it did, or those that say nothing."""
-    silent, elsewhere = list[str](), list[str]()
+    silent, elsewhere, left = list[str](), list[str](), set[Path]()
+    with suppress(OSError):  # by their names alone: many ranks look at once
+        left = {*_end_file(folder, own).parent.iterdir()}
     for rank, host in enumerate(hosts):
-        end = durable.read_json(_end_file(folder, rank))
-        if end.get("waited") is False:
-            return str(end["text"])
-        if not end or host != hosts[own]:
-            (elsewhere if end else silent).append(f"rank {rank} on {host}")
+        if _end_file(folder, rank) in left:
+            return find_end(folder, [rank], GRACE_S)
+        has_waited = _end_file(folder, rank, WAITED) in left
+        if not has_waited or host != hosts[own]:
+            (elsewhere if has_waited else silent).append(f"rank {rank} on {host}")
     # Where all of them waited, the way between hosts is cut.
     lost = silent or elsewhere
     return f"no word from {first_of(lost)}: {text}" if lost else text
@@ -217,27 +222,27 @@ def who_is_lost(folder: Path, hosts: Sequence[str], own: int, text: str) -> str:
 
 def leave_end(folder: Path, end: Ended, text: str) -> None:
     """Say in the run folder, which all hosts see, why a rank of this one ended."""
-    path = _end_file(folder, end.rank)
-    waited = end.place.waits and (end.is_killed or "crash" in end.report)
+    has_waited = end.place.waits and (end.is_killed or "crash" in end.report)
+    path = _end_file(folder, end.rank, WAITED if has_waited else ENDED)
     if folder.is_dir():
         with suppress(OSError):
             durable.make_folders(path.parent)
-            durable.write_json(path, {"text": text, "waited": waited})
+            durable.write_json(path, {"text": text})
 
 
 def find_end(folder: Path, ranks: Sequence[int], wait_s: float) -> str:
     """Read why one of other hosts' ranks ended; empty where nobody says so in time."""
     until = time.monotonic() + wait_s
     while ranks and time.monotonic() < until:
-        for rank in ranks:
-            if text := durable.read_json(_end_file(folder, rank)).get("text"):
+        for rank, ended in product(ranks, (ENDED, WAITED)):
+            if text := durable.read_json(_end_file(folder, rank, ended)).get("text"):
                 return str(text)
         time.sleep(LOOK_S)
     return ""
 
 
-def _end_file(folder: Path, rank: int) -> Path:
-    return RunFolder(folder).traceback(rank).with_suffix(".json")
+def _end_file(folder: Path, rank: int, ended: str = ENDED) -> Path:
+    return RunFolder(folder).traceback(rank).with_suffix(ended)
 
 
 def _order(end: Ended) -> int:

@@ -174,6 +174,7 @@ class Watch:
     ran_s: float = 0.0
     came_at: dict[int, tuple[float, float]] = field(default_factory=dict)  # `since`, and `ran_s`
     deadline: float = float("inf")  # when what still runs is killed
+    hangs: bool = False  # whether a rank came to its time limit
     # Where the others were when the first one ended badly, or hung.
     places: dict[int, RankPosition] = field(default_factory=dict)
     stopped_at: float | None = None  # when they were asked to stop
@@ -187,6 +188,7 @@ class Watch:
             if self.stop():
                 self._pass_on(running, places)
             if not self.places and any(map(self._is_overdue, running, places)):
+                self.hangs = True
                 self._note_places(running, STACKS_S)
             for child in running:
                 self._look_at(child)
@@ -233,12 +235,13 @@ class Watch:
             child.kill()
         code = child.process.wait()
         end = self.records.read(child.rank)
-        if end is None:
-            place = child.rank_progress.read()
+        # What ranks say that lose each other as they are killed is no cause.
+        if end is None or (self.hangs and "crash" in end.report):
+            place, is_killed = child.rank_progress.read(), is_overdue or self.hangs
             # Where it was before its stacks were asked for, which may have woken it.
-            if is_overdue:
+            if is_killed:
                 place = self.places.get(child.rank, place)
-            end = replace(Ended.now(child.rank, place, {}), is_killed=is_overdue)
+            end = replace(Ended.now(child.rank, place, {}), is_killed=is_killed)
         self.ended[child.rank] = end = replace(end, code=code)
         # Those that are done, or saved, wait for each other as in a step; W&B takes some seconds.
         wait_s = max(self.timeout_s, 10.0)
