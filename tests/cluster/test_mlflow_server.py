@@ -166,7 +166,7 @@ def test_a_server_that_goes_away_holds_up_no_step_and_has_each_at_last(number, s
     if number == signal.SIGKILL:
         assert "sends it when it goes on (resume=RUN)" in (folder / "train.log").read_text()
         server.start()
-        assert begin(server, 1001, f"resume={folder}").end().code == 0
+        assert begin(server, 1200, f"resume={folder}").end().code == 0
     assert shown(server) == with_loss(folder)
 
 
