@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar, final
 
 import torch
@@ -111,7 +112,7 @@ class World:
         values = [value]
         with self.rank_progress.waiting():
             for group in self.stages or (self.long_timeout_group,):
-                values = [each for found in _gather(values, group) for each in found]
+                values = [*chain.from_iterable(_gather(values, group))]
             for group in reversed(self.stages):
                 values = _copy_from_first(values, group)
         return values

@@ -45,8 +45,10 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
     names = _names(environment)
     if names[0] not in environment:
         return None
-    asked = (*names, START_TIMEOUT)
-    written = {name: environment[name] for name in asked if name in environment}
+    written = dict[str, str]()
+    for name in (*names, START_TIMEOUT):
+        if name in environment:
+            written[name] = environment[name]
     try:
         rank, size = int(written[names[0]]), int(written.get(names[1], "1"))
         # Slurm writes "4(x2),3" for four tasks on each of two nodes, and three on another.

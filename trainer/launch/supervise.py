@@ -197,7 +197,11 @@ class Watch:
 
     def _running(self) -> list[Child]:
         """Give the ranks whose end was not noted yet."""
-        return [child for child in self.children if child.rank not in self.ended]
+        running = list[Child]()
+        for child in self.children:
+            if child.rank not in self.ended:
+                running.append(child)
+        return running
 
     def _is_overdue(self, child: Child, place: RankPosition) -> bool:
         since, came_at = self.came_at.get(child.rank, (None, 0.0))
