@@ -25,7 +25,7 @@ from trainer.data.samples import preserve_generators
 from trainer.models.bind import Casts
 from trainer.models.first_weights import drawn, is_on_meta
 from trainer.models.recompute import with_checkpointing
-from trainer.objectives.base import sums_of
+from trainer.objectives.base import ModelCall, sums_of
 from trainer.parallel.base import Parallel, Replicated, trained_parameters
 from trainer.plan.cut import IntArray
 from trainer.training.model import ONE_RANK, Model
@@ -73,9 +73,9 @@ class Workload:
         """Make a micro-batch where the model computes."""
         return to_device(self.make_fields(num_samples, length), self.model.device)
 
-    def backward(self, fields: Fields) -> None:
-        """Add the gradient of one micro-batch to `.grad`."""
-        losses = sums_of(self.model.objective, self.model.call, fields, None).losses
+    def backward(self, fields: Fields, call: ModelCall | None = None) -> None:
+        """Add the gradient of one micro-batch to `.grad`; `call` is that of a model laid out."""
+        losses = sums_of(self.model.objective, call or self.model.call, fields, None).losses
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
 
     def filled(self) -> AbstractContextManager[None]:
@@ -200,7 +200,7 @@ def _accumulate(
             if not in_lockstep:
                 modes.enter_context(Casts(model.module).once(work.model.device.type))
             modes.enter_context(model.micro_batch(is_last=is_last))
-            work.backward(fields)
+            work.backward(fields, model.call)
         peak.assign("gradients", [*gradients(model.module), *model.gradients()])
 
 

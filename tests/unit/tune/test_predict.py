@@ -172,6 +172,17 @@ def test_shards_compute_with_the_activations_of_the_whole_model_in_the_run_s_pre
     assert found[1] < 0.7 * found[0]
 
 
+def test_shards_compute_logits_in_chunks_as_the_whole_model_does(monkeypatch):
+    monkeypatch.setattr(next_token, "LEAST_BYTES", 0)
+    monkeypatch.setitem(linear_cross_entropy.CHUNK_BYTES, "cpu", 4 * 16 * 5000)
+    setup = ParallelSetup(mode="fsdp", replicas=1, sync=Deferred())
+    model = GPT(vocab_size=5000, width=8, num_layers=1, num_heads=1, max_length=64)
+    work = workload(model, objective=NextToken(), setup=setup)
+    ranks = partial(setup.fake_ranks, 2, work.model.bind, torch.device("cpu"))
+    found = predict_peak(replace(work, fake_ranks=ranks), Shape(6, 40))
+    assert found.activations == pytest.approx(predict_peak(work, Shape(6, 40)).activations, rel=0.2)
+
+
 def test_a_storage_counts_once_and_until_it_is_freed():
     peak = PeakBytes()
     with peak:
