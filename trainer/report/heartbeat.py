@@ -24,13 +24,10 @@ def heartbeat(
     is_over = Event()
 
     def beat() -> None:
-        # At once, too: to import PyTorch may have taken long.
-        while True:
+        while not is_over.wait(EVERY_S):
             # A full disk is the checkpoints' matter.
             with suppress(SaveError):
                 RunFolder(folder).refresh_status(progress.read())
-            if is_over.wait(EVERY_S):
-                return
 
     thread = Thread(target=beat, name="heartbeat", daemon=True)
     if rank == 0 and config.command not in READING:
