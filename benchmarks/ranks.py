@@ -3,7 +3,7 @@
     python benchmarks/ranks.py [--ranks 2,4,8,16,32] [--repeats 20] [--json FILE]
 
 Every rank is a process that joins as under torchrun. `join` is until all are joined; `flags` a
-step's vector of 200 numbers, in stages over groups of ranks, beside it round all ranks at once;
+step's vector of 200 numbers, through small groups, beside it round all ranks at once;
 `gather` 100 bytes of JSON of each rank, `from main` as many of the first rank alone. Milliseconds
 are those of the quickest repeat, on the slowest rank. Ranks share the machine's cores, so that a
 message waits for a core, too: one takes the time times the cores, over all messages of all ranks.

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 PYTHON = os.environ.get("MLFLOW_PYTHON", sys.executable)
 PATIENCE_S = 120
-NUM_JOBS = 4
+NUM_JOBS, LAST = 4, 400
 
 
 @dataclass
@@ -118,9 +118,9 @@ def test_four_jobs_of_a_new_experiment_start_at_once(server, tmp_path, monkeypat
     assert {run.info.status for run in runs} == {"FINISHED"}
 
 
-def begin(server: Server, last: int = 1000, *typed: str) -> Command:
-    """Start a run of some 20 s that shows itself there."""
-    line = f"steps={last} hooks=[{TOYS}.Slow] logger=[mlflow] name=gpt"
+def begin(server: Server, last: int = LAST, *typed: str) -> Command:
+    """Start a run of some 40 s that shows itself there; a server with SQLite is slow."""
+    line = f"steps={last} hooks=[{','.join([f'{TOYS}.Slow'] * 5)}] logger=[mlflow] name=gpt"
     words = [*overrides(line), f"mlflow.tracking_uri={server.address}", *typed]
     return Command.start(server.folder, words)
 
@@ -128,7 +128,7 @@ def begin(server: Server, last: int = 1000, *typed: str) -> Command:
 @pytest.fixture
 def undisturbed(server: Server) -> bytes:
     """The weights of a run that shows itself nowhere."""
-    words = overrides("steps=1000 logger=[] name=whole")
+    words = overrides(f"steps={LAST} logger=[] name=whole")
     assert Command.start(server.folder, words).end().code == 0
     return weights(server, "whole")
 
@@ -157,16 +157,16 @@ def test_a_server_that_goes_away_holds_up_no_step_and_has_each_at_last(number, s
     command = begin(server)
     folder = wait_until_shown(server)
     server.send(number)
-    command.wait_for("outputs/*/*-gpt/metrics.jsonl", len(steps(folder)) + 200)
+    command.wait_for("outputs/*/*-gpt/metrics.jsonl", len(steps(folder)) + 50)
     if number == signal.SIGSTOP:
         server.send(signal.SIGCONT)
     assert command.end().code == 0
-    assert [entry["step"] for entry in steps(folder)] == [*range(1, 1001)]
+    assert [entry["step"] for entry in steps(folder)] == [*range(1, LAST + 1)]
     assert weights(server) == undisturbed
     if number == signal.SIGKILL:
         assert "sends it when it goes on (resume=RUN)" in (folder / "train.log").read_text()
         server.start()
-        assert begin(server, 1200, f"resume={folder}").end().code == 0
+        assert begin(server, 2 * LAST, f"resume={folder}").end().code == 0
     assert shown(server) == with_loss(folder)
 
 

@@ -23,6 +23,7 @@ def planned(line: str) -> dict[str, Any]:
         "model.norm=batch parallel.ranks=2": "move 2 times a step, by those of rank 0 alone: so",
         f"objective._target_={OWN}.Mean": "the loss of Mean is not a sum over samples",
         f"objective._target_={OWN}.MeanOfTokens": "the loss of MeanOfTokens is not a sum over",
+        "batch.global=3 parallel.ranks=4": "no sample in a step for 1 of 4 ranks",
         "batch.global=512": "batch.global=512 is more than the 42 samples of an epoch",
     }.items(),
 )

@@ -43,8 +43,8 @@ class World:
     # On the CPU, for what one rank does while the others wait; None where nothing is sent: on one
     # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
-    # Groups of this rank, of a few each, by which values reach all; see `groups_of`
-    stages: Sequence[dist.ProcessGroup] = field(default=(), compare=False)
+    # Small groups of this rank, by which values of all ranks are brought together; see `groups_of`
+    groups: Sequence[dist.ProcessGroup] = field(default=(), compare=False)
     rank_progress: RankProgress = field(default_factory=RankProgress, compare=False)
     compiles: bool = False  # whether a new length may hold up any step, and not the first alone
     times: PhaseTimes = field(default_factory=PhaseTimes, compare=False)  # what its phases took
@@ -98,10 +98,12 @@ class World:
     ) -> list[float]:
         # On the CPU, which gloo sends.
         given = torch.tensor(numbers, dtype=torch.float64)
-        for group in self.stages or (None,):
-            self._wait_in(dist.all_reduce, given, how, group)
-        for group in reversed(self.stages):
-            self._wait_in(dist.broadcast, given, None, group, False, 0)
+        if self.size > 1:
+            with self.rank_progress.waiting():
+                for group in self.groups or (None,):
+                    dist.all_reduce(given, how, group)
+                for group in reversed(self.groups):
+                    dist.broadcast(given, group=group, group_src=0)
         reduced: list[float] = given.tolist()
         return reduced
 
@@ -111,9 +113,9 @@ class World:
             return [json.loads(json.dumps(value))]
         values = [value]
         with self.rank_progress.waiting():
-            for group in self.stages or (self.long_timeout_group,):
+            for group in self.groups or (self.long_timeout_group,):
                 values = [*chain.from_iterable(_gather(values, group))]
-            for group in reversed(self.stages):
+            for group in reversed(self.groups):
                 values = _copy_from_first(values, group)
         return values
 
@@ -140,7 +142,6 @@ class World:
                 answer = {"value": work()}
             except TrainError as error:
                 answer, failure = error_to_dict(error), error
-        # To gather what others do not have grows with ranks.
         with self.rank_progress.waiting():
             answer = _copy_from_first(answer, self.long_timeout_group)
         if "value" not in answer:
@@ -166,12 +167,9 @@ class World:
         """Make a world for another thread, whose messages never meet this one's. Collective."""
         if self.long_timeout_group is None:
             return self
-        return replace(
-            self,
-            long_timeout_group=dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
-            stages=groups_of(self.rank, self.size),
-            rank_progress=RankProgress(),
-        )
+        group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+        groups = groups_of(self.rank, self.size)
+        return replace(self, long_timeout_group=group, groups=groups, rank_progress=RankProgress())
 
     def note(self, phase: Phase, *, step: int | None = None) -> None:
         """Note what this rank does now, for whoever may ask why it does not answer."""
@@ -200,12 +198,14 @@ def groups_of(rank: int, size: int, timeout: timedelta = LONG_TIMEOUT) -> list[d
     """
     found, step = list[dist.ProcessGroup](), 1
     while step < size > GROUP:
-        # Of those that do not go on there is one each, since names go by how many a rank has.
+        # Where a rank goes on no further it makes one alone, since names go by how many it made.
         ranks = [rank]
         if rank % step == 0:
             first = rank - rank % (step * GROUP)
             ranks = [*range(first, min(first + step * GROUP, size), step)]
-        found.append(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True))
+        group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        if ranks[1:]:
+            found.append(group)
         step *= GROUP
     return found
 

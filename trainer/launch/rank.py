@@ -47,11 +47,11 @@ def main(arguments: list[str]) -> NoReturn:
     job = json.loads((records.folder / Records.JOB).read_bytes())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        # Of open files: each other rank takes two.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if os.getppid() != job["supervisor"]:
         os._exit(1)
-    # Of open files: each other rank takes two.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.path[:], OWN_CODE.folder = job["path"], Path(job["own_code"])
     stacks = records.stacks(rank).open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks)

@@ -124,7 +124,7 @@ def joined_session(
                 device_id=device_id,
             )
             group = dist.new_group(backend="gloo", timeout=timeout)
-            stages = groups_of(member.rank, member.size, timeout)
+            groups = groups_of(member.rank, member.size, timeout)
             # NCCL's communicator takes memory, so it is there before memory limits are read.
             dist.barrier()
         world = replace(
@@ -133,7 +133,7 @@ def joined_session(
             size=member.size,
             local_size=member.local_size,
             long_timeout_group=group,
-            stages=stages,
+            groups=groups,
             rank_progress=rank_progress,
         )
         try:

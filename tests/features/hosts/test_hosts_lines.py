@@ -12,6 +12,7 @@ from tests.lib.run_support import shell
 @pytest.mark.usefixtures("own_folder")
 def test_each_host_gets_a_line_with_the_words_and_nothing_is_started(monkeypatch, capsys):
     monkeypatch.setenv("NCCL_IB_TIMEOUT", "22")
+    monkeypatch.setenv("TRAIN_CACHE", "/shared/cache")
     words = ["steps=3", 'name="a-b"', "data.path=with space.txt", "data=text", "device=cpu"]
     Path("with space.txt").write_text("a text\n" * 40)
     here = socket.gethostname()
@@ -23,7 +24,7 @@ def test_each_host_gets_a_line_with_the_words_and_nothing_is_started(monkeypatch
     for number, line in enumerate(lines):
         _, folder, _, *rest = shlex.split(line)
         assert folder == str(Path.cwd())
-        assert "NCCL_IB_TIMEOUT=22" in rest
+        assert {"NCCL_IB_TIMEOUT=22", "TRAIN_CACHE=/shared/cache"} <= {*rest}
         assert f"--node-rank={number}" in rest
         assert {"--nnodes=3", "--master-addr=10.9.0.1", "--master-port=1"} <= {*rest}
         assert rest[rest.index("trainer") + 1 :] == words

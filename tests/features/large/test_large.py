@@ -24,7 +24,7 @@ def test_a_step_is_bound_by_what_takes_longest():
     found = estimate()
     assert found.network_s == 8.0
     assert found.checkpoint_s == pytest.approx(3.0 + 2 * costs.gather_seconds(8))
-    assert estimate(writers=1).checkpoint_s > 6e9 / costs.DIGESTED, "one rank digests it all"
+    assert estimate(writers=1).checkpoint_s > 6e9 / costs.HASHED_PER_S, "one rank digests it all"
     assert found.step_s == pytest.approx(10.0 + found.agree_s)
     assert found.bound == "the network"
     assert estimate(overlaps=True).step_s == pytest.approx(8.0 + found.agree_s)
@@ -36,9 +36,8 @@ def test_a_step_is_bound_by_what_takes_longest():
 
 def test_agreement_grows_with_the_logarithm_of_the_ranks_and_matters_little_at_4096():
     assert costs.agree_seconds(1) == costs.gather_seconds(1) == 0
-    # Six groups of four: six messages round and two back.
-    assert costs.agree_seconds(4096) == pytest.approx(3 * 6 * 8 * costs.MESSAGE_S)
-    assert costs.gather_seconds(4096) == pytest.approx(6 * 10 * costs.MESSAGE_S)
+    assert costs.agree_seconds(4096) == pytest.approx(3 * 6 * (6 + 2) * costs.MESSAGE_S)
+    assert costs.gather_seconds(4096) == pytest.approx(6 * 10 * costs.TEXT_S)
     for ranks in (4072, 4093, 1016):  # hosts of any number, and a prime
         assert costs.agree_seconds(ranks) <= costs.agree_seconds(4096)
 
@@ -56,10 +55,10 @@ def test_a_plan_of_4096_ranks_says_what_a_step_costs_and_starts_nothing(
     parallel, sent, writers, monkeypatch, capsys
 ):
     monkeypatch.setenv("COLUMNS", "200")
-    line = "plan data=text data.path=c.txt batch.global=4096 device=h100 steps=3 hydra.run.dir=run"
+    line = f"plan parallel={parallel} data=text data.path=c.txt device=h100 hydra.run.dir=run"
     Path("c.txt").write_text("a step is one update, and no more than that\n\n" * 5000)
-    line += f" parallel={parallel}"
-    assert shell(f"{line} ranks=4096 network=400Gbps checkpoint.bandwidth=50GB/s") == 0
+    line += " ranks=4096 batch.global=4096 network=400Gbps checkpoint.bandwidth=50GB/s"
+    assert shell(line) == 0
     shown = " ".join(capsys.readouterr().out.split())
     plan = json.loads(Path("run/plan.json").read_text())
     assert plan["world_size"] == 4096
@@ -67,7 +66,7 @@ def test_a_plan_of_4096_ranks_says_what_a_step_costs_and_starts_nothing(
     assert found["agree_s"] == costs.agree_seconds(4096)
     assert found["step_s"] >= plan["step_seconds"] == found["compute_s"]
     assert found["network_s"] == pytest.approx(sent * plan["num_parameters"] / 50e9, rel=5e-3)
-    written_s = plan["checkpoint_bytes"] / min(50e9, writers * costs.DIGESTED)
+    written_s = plan["checkpoint_bytes"] / min(50e9, writers * costs.HASHED_PER_S)
     assert found["checkpoint_s"] == pytest.approx(written_s + 2 * costs.gather_seconds(4096))
     assert plan["checkpoint_bytes"] > 3 * 4 * plan["num_parameters"] * 0.9
     assert costs.ORIGIN in shown
@@ -76,24 +75,24 @@ def test_a_plan_of_4096_ranks_says_what_a_step_costs_and_starts_nothing(
 
 def numbers_of(world, size):
     """Sums, largest numbers and texts through small groups, beside those over all at once."""
-    stages = groups_of(world.rank, size)
+    groups = groups_of(world.rank, size)
     own = torch.rand(50, generator=torch.Generator().manual_seed(world.rank)).double()
     own[:10] = torch.arange(10) * (world.rank + 1) * 2**40
     both = own.clone(), own.clone()
     dist.all_reduce(both[0])
     dist.all_reduce(both[1], dist.ReduceOp.MAX)
 
-    staged = replace(world, stages=stages)
+    staged = replace(world, groups=groups)
     found = staged.sum_numbers(own.tolist()), staged.max_numbers(own.tolist())
     texts = staged.collect({"ü" * world.rank: world.rank})
     main = world.on_main(lambda: {"text": "ü" * 1000, "rank": world.rank})
-    return len(stages), found, [each.tolist() for each in both], texts, main
+    return len(groups), found, [each.tolist() for each in both], texts, main
 
 
 @pytest.mark.parametrize("size", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 17))])
 def test_values_through_small_groups_are_those_over_all(size, ranks):
     answers = ranks.run(size, numbers_of, size)
-    assert {answer[0] for answer in answers} == {2 + (size > 16)}
+    assert max(answer[0] for answer in answers) == 2 + (size > 16)
     for _, (sums, largest), (all_sums, all_largest), texts, main in answers:
         assert texts == [{"ü" * rank: rank} for rank in range(size)]
         assert sums == answers[0][1][0], "every rank has the same bits"

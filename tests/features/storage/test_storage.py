@@ -204,6 +204,8 @@ def test_no_run_begins_anew_while_the_store_does_not_answer():
     Flaky.is_away = True
     with pytest.raises(NoCheckpointError, match="the store is away; leave it out to begin a run"):
         go(f"outputs={RUNS} resume=auto")
+    with pytest.raises(ConfigError, match="no network; nothing can be written there, so no run"):
+        go(f"outputs={RUNS}")
 
 
 def test_data_are_read_anew_where_they_changed_and_from_the_copy_without_a_network(store):
@@ -304,9 +306,8 @@ def test_a_job_that_goes_on_by_itself_and_was_not_sent_is_neither_overwritten_no
                 left_checkpoint(each, 4)
     bring(job)
     with ExitStack() as used:
-        used.enter_context(pytest.raises(SaveError, match="lacks the end"))
-        used.enter_context(sent(job))
-        used.enter_context(hold(job))
+        for each in (pytest.raises(SaveError, match="lacks the end"), sent(job), hold(job)):
+            used.enter_context(each)
         Flaky.is_away = True
         left_checkpoint(job, 8)
         (job / "metrics.jsonl").write_text('{"step": 8}\n')

@@ -92,7 +92,6 @@ def test_a_step_that_ranks_hold_up_ends_in_time_also_when_a_signal_asked_to_stop
     watch = watching(SLEEPS, SLEEPS, timeout_s=0.1)
     for child, phase in zip(watch.children, phases, strict=True):
         child.rank_progress.write(RankPosition(step=3, phase=phase, is_first=is_first))
-        # As they say that lose others when these are killed.
         lost = {"crash": "lost another rank", "lost": [], "code": 1}
         watch.records.write(Ended.now(child.rank, RankPosition(step=4, phase="agree"), lost))
         if signalled is not None:

@@ -8,16 +8,16 @@ from typing import final
 from trainer.core.world import GROUP
 
 ORIGIN = "measured on 2 to 64 gloo processes of one machine, and extrapolated"
-# By `benchmarks/ranks.py`, on two cores that had other work: the time times the cores, over all
-# messages of all ranks, 0.25 to 0.37 ms at each number of ranks
-MESSAGE_S = 3e-4
+# By `benchmarks/ranks.py`, on two cores: the time times the cores, over all messages of all ranks,
+# 0.27 to 0.34 ms for numbers and 0.39 to 0.47 ms for texts at 4 to 32 ranks
+MESSAGE_S, TEXT_S = 3e-4, 4.5e-4
 # Likewise over the ranks, until all have joined: 0.12, 0.42 and 0.63 s a rank of 16, 32 and 64; a
 # rank of its own core connects to each other one
 JOIN_S, JOIN_PAIR_S = 0.05, 0.009
 VECTORS = 3  # that hosts agree on in a step: weights, what came out, whether to stop or save
 GATHERS = 12  # texts that ranks gather of each other until the first step
-OF_A_SAVE = 2  # texts that they gather in a save: whether all is finite, what each has written
-DIGESTED = 1.4e9  # bytes a second that a rank writes at most: one core's SHA-256
+SAVE_GATHERS = 2  # likewise in a save: whether all is finite, and what each has written
+HASHED_PER_S = 1.4e9  # bytes that a rank writes at most: one core's SHA-256
 
 
 @final
@@ -42,7 +42,7 @@ def agree_seconds(ranks: int) -> float:
 
 def gather_seconds(ranks: int) -> float:
     """Give what a gathering takes: each rank's size and text pass the others, and all come back."""
-    return MESSAGE_S * _messages(ranks, 2, 2)
+    return TEXT_S * _messages(ranks, 2, 2)
 
 
 def _messages(ranks: int, rounds: int, ways_back: int) -> int:
@@ -81,7 +81,7 @@ def estimate(
     network_s, agree_s, step_s, bound = None, agree_seconds(ranks), None, None
     gather_s, checkpoint_s = gather_seconds(ranks), None
     if storage is not None:
-        checkpoint_s = state_bytes / min(storage, writers * DIGESTED) + OF_A_SAVE * gather_s
+        checkpoint_s = state_bytes / min(storage, writers * HASHED_PER_S) + SAVE_GATHERS * gather_s
     if network is not None:
         network_s = sent / network
     if compute_s is not None and network_s is not None:

@@ -34,14 +34,11 @@ class EstimateAtLarge(Feature):
         ranks, setup = run.world.size, run.model.setup
         if self._network is None and self._storage is None:
             return []
-        sent, writers = 0.0, 1
+        sent, writers = 0.0, ranks if setup.mode in SHARDED else 1
         for each in setup.rows:
             if each.policy == setup.sync.name:
-                sent = each.sent
-                if setup.mode == "hsdp":  # whose shards are of one host, with links of its own
-                    sent = each.across
-        if setup.mode in SHARDED:
-            writers = ranks
+                # Shards of hsdp are of one host, with links of its own.
+                sent = each.across if setup.mode == "hsdp" else each.sent
         state_bytes = _state_bytes(run_plan)
         # In lockstep blocks are gathered ahead.
         overlaps = setup.sync.overlaps or setup.sync.lockstep
@@ -60,9 +57,7 @@ class EstimateAtLarge(Feature):
             step = f"about {duration(found.step_s)} a step, bound by {found.bound}"
         network, written = None, "type checkpoint.bandwidth=50GB/s for its seconds"
         if found.network_s is not None:
-            when = "then"
-            if overlaps:
-                when = "meanwhile"
+            when = "meanwhile" if overlaps else "then"
             rate = f"{size(sent)} at {self._network}"
             network = f"{when} the network {duration(found.network_s)} ({rate})"
         if found.checkpoint_s is not None:
@@ -80,17 +75,12 @@ class EstimateAtLarge(Feature):
 
 def _state_bytes(run_plan: RunPlan) -> int:
     """Count what a checkpoint holds: trained weights, buffers, optimizer state and average."""
-    module, setup, predicted = (
-        run_plan.run.model.module,
-        run_plan.run.model.setup,
-        run_plan.predicted,
-    )
+    run, predicted = run_plan.run, run_plan.predicted
+    module, setup = run.model.module, run.model.setup
     tensors = [p for p in module.parameters() if p.requires_grad] + [*module.buffers()]
     found = sum(each.nbytes for each in tensors)
     # A rank has its shard of the optimizer's.
-    shards = 1
-    if setup.mode in SHARDED:
-        shards = run_plan.run.world.size // setup.replicas
+    shards = run.world.size // setup.replicas if setup.mode in SHARDED else 1
     if predicted is not None:
         found += shards * (predicted.optimizer_state + predicted.average)
     return found

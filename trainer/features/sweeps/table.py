@@ -140,7 +140,7 @@ def _print_table(
     """Print as many columns as fit, and return the titles of the others."""
     columns = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
     wide, num_shown = console.options.update_width(10_000), len(columns)
-    if not console.is_terminal:
+    if not console.is_terminal:  # in a file there is room for all
         console.width = wide.max_width
     # At least what tells jobs apart, and which is best.
     for num_shown in range(len(columns), len(keys) + 3, -1):

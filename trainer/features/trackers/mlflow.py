@@ -20,6 +20,7 @@ from trainer.config.messages import flat
 from trainer.report.tracker import TrackedRun, Tracker
 
 FILE, UNFINISHED_FILE, ID_TAG = "mlflow.db", ".tmp-mlflow-{}.db", "run_id"
+RETRY_S = 1.0  # until a server that did not answer is asked again
 _PORTS = {"http": 80, "https": 443}
 # What MLflow takes in a request at most
 MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000
@@ -50,10 +51,8 @@ class MlflowTracker(Tracker):
 
     def start(self, run: TrackedRun) -> int:
         """See the base class."""
-        # It would try for minutes before it says so.
-        if self._uri and (why := why_no_answer(self._uri)):
-            text = f"mlflow.tracking_uri={self._uri}: no server answers ({why})"
-            run.warn(f"{text}; it is tried again, and metrics.jsonl has everything")
+        self._warn = run.warn
+        self._await_server()
         from mlflow import MlflowClient  # noqa: PLC0415 - seconds
         from mlflow.entities import Param  # noqa: PLC0415 - seconds
 
@@ -93,6 +92,7 @@ class MlflowTracker(Tracker):
     def flush(self) -> None:
         """See the base class."""
         while self._batch:
+            self._await_server()
             self._client.log_batch(self._id, metrics=self._batch[:MOST_METRICS])
             del self._batch[:MOST_METRICS]
 
@@ -106,6 +106,15 @@ class MlflowTracker(Tracker):
             self._client.log_dict(self._id, dict(summary), "result.json")
         status = "FAILED" if summary is None else "FINISHED"
         self._client.set_terminated(self._id, status)
+
+    def _await_server(self) -> None:
+        """Wait until a server listens; MLflow tries ever more seldom, and gives up in minutes."""
+        text = ""
+        while self._uri and (why := why_no_answer(self._uri)):
+            if not text:
+                text = f"mlflow.tracking_uri={self._uri}: no server answers ({why})"
+                self._warn(f"{text}; it is tried again, and metrics.jsonl has everything")
+            time.sleep(RETRY_S)
 
     def _find_or_create(self, outputs: Path) -> str:
         """Give the experiment's id; files of a local one lie beside the SQLite file."""
