@@ -96,9 +96,10 @@ def test_ranks_that_two_torchrun_agents_start_make_one_run_that_takes_the_same_s
     assert read_json(folder / "plan.json")["world_size"] == 2
 
 
-TORN = "rank 1, step 2 (compute, micro-batch 2): rows.txt: record 7 is torn"
-KILLED = "rank 1 was killed by SIGKILL, as the system often does when memory runs out, at step 2 ("
-HANGS = "rank 0 did not answer for 3 s (parallel.timeout_s), at step 2 (compute, micro-batch 2); "
+HERE = socket.gethostname()
+TORN = f"rank 1 on {HERE}, step 2 (compute, micro-batch 2): rows.txt: record 7 is torn"
+KILLED = f"rank 1 on {HERE} was killed by SIGKILL, as the system often does when memory runs out"
+HANGS = f"rank 0 on {HERE} did not answer for 3 s (parallel.timeout_s), at step 2 (compute, micro-"
 
 
 @pytest.mark.parametrize(
@@ -155,5 +156,5 @@ def test_a_joined_rank_says_what_it_alone_found_before_the_ranks_met(tmp_path):
     lone = start(tmp_path / "run", "device=cuda", **joined, MASTER_PORT=str(free_port()))
     code, (error,) = finish(lone)
     assert code == 2
-    says = f"rank 1 on {socket.gethostname()}, the start: device=cuda: no GPU is usable here"
+    says = f"rank 1 on {HERE}, the start: device=cuda: no GPU is usable here"
     assert error.startswith(f"train: error: {says}")

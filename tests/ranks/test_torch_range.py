@@ -11,8 +11,7 @@ import pytest
 from tests.lib.nightly import nightly
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("hatchling", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
-"""What the tests need beside the package."""
+BESIDE = ("hatchling", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")  # for tests
 
 
 def torch_range() -> tuple[str, str]:

@@ -43,8 +43,7 @@ HANGS = (
     *("skip@reduce:3@0", "SIGSTOP@update:3@1"),
 )
 TIME_LIMIT_S = 5.0
-SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))
-"""Added to every limit of time, for machines that have other work."""
+SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))  # for machines with other work
 
 
 def assert_ends_in_order(

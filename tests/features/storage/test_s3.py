@@ -1,7 +1,4 @@
-"""Whole runs against an S3 server: killed, without a network at the start, and in the midst.
-
-The server is moto's, of the Python that MOTO_PYTHON names, or of this one.
-"""
+"""Whole runs against an S3 server: moto's, of the Python that MOTO_PYTHON names, or of this one."""
 
 import os
 import shutil
@@ -94,11 +91,10 @@ def started(name, stops_at="", **more):
 
 def wait_for(true):
     """Wait for a fact, up to two minutes."""
-    for _ in range(240):
-        if true():
-            return
+    limit = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < limit
         time.sleep(0.5)
-    raise AssertionError("in vain")
 
 
 def copy(name):
@@ -139,8 +135,10 @@ def test_a_run_outlives_a_store_that_is_away(server):
     ended = run.end()
     assert ended.code == 0, ended.errors
     assert server.steps("midst") == [8, 10]
+    run = started("start")
+    run.wait_for(f"{COPIES}/*/*-start/metrics.jsonl")
     server.be("stop")
-    ended = started("start").end()
+    ended = run.end()
     assert ended.code == 8
     assert "the run goes on, and each checkpoint tries again" in "".join(ended.errors)
     assert "lacks the end of this run" in ended.errors[-1]
