@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.lib.ranks_support import Ranks
 
 torch.set_num_threads(1)
+# Else a first backward on fake tensors begins threads in CUDA builds, and forks could run none.
+torch.zeros((), requires_grad=True).backward()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 # Else each of them compiles the package again, for 0.4 s.
 sys.dont_write_bytecode = False
@@ -37,8 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "slow and not nightly"
 
 
-MANY = 100_000
-"""Objects of Python, which a collection walks in some hundredths of a second."""
+MANY = 100_000  # objects of Python: a collection walks them in some hundredths of a second
 
 
 def pytest_runtest_setup() -> None:

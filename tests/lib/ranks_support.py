@@ -58,8 +58,8 @@ class Ranks:
     """Runs a function of a module's own, which takes the world first, on real ranks."""
 
     def __init__(self) -> None:
-        # A fork spares imports of 4 CPU seconds. In a CUDA build none may follow a backward.
-        way = "forkserver" if torch.backends.cuda.is_built() else "fork"
+        # A fork spares imports of 4 CPU seconds. Beside threads for GPUs none can run a backward.
+        way = "forkserver" if torch.cuda.is_available() else "fork"
         self._context = multiprocessing.get_context(way)
         self._ends: list[tuple[Any, Connection]] = []
 
