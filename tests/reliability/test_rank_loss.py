@@ -30,8 +30,7 @@ KINDS = ("SIGKILL", "exception", "exit")
 DEATHS = [
     f"{KINDS[number % 3]}@{phase}:{STEPS.get(phase, 3)}@{(number + 1) % 2}"
     for number, phase in enumerate(PHASES)
-]
-"""Every phase once; each way to die occurs twice on each rank."""
+]  # every phase once; each way to die occurs twice on each rank
 CAUSES = {
     "SIGKILL": "killed by SIGKILL",
     "exception": "ArithmeticError: injected",
