@@ -197,7 +197,7 @@ def test_a_buffer_that_several_modules_share_is_copied_once():
     for part in model:
         part.register_buffer("table", table)
     snapshot = Snapshot(model)
-    with profile(activities=[ProfilerActivity.CPU]) as made:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as made:
         snapshot.take()
     assert [each.count for each in made.key_averages() if each.key == "aten::empty_like"] == [1]
     table.zero_()
