@@ -97,9 +97,9 @@ def test_ranks_that_two_torchrun_agents_start_make_one_run_that_takes_the_same_s
 
 
 HERE = socket.gethostname()
-TORN = f"rank 1 on {HERE}, step 2 (compute, micro-batch 2): rows.txt: record 7 is torn"
-KILLED = f"rank 1 on {HERE} was killed by SIGKILL, as the system often does when memory runs out"
-HANGS = f"rank 0 on {HERE} did not answer for 3 s (parallel.timeout_s), at step 2 (compute, micro-"
+TORN = ", step 2 (compute, micro-batch 2): rows.txt: record 7 is torn"
+KILLED = " was killed by SIGKILL, as the system often does when memory runs out, at step 2 ("
+HANGS = " did not answer for 3 s (parallel.timeout_s), at step 2 (compute, micro-batch 2); "
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_of_ranks_that_joined_each_says_in_a_line_how_it_ended(
     ended = [finish(each) for each in start_joined(folder, *typed)]
     assert ended[rank][0] == code
     error, *_ = ended[rank][1]
-    assert error.startswith(f"train: error: {line}")
+    assert error.startswith(f"train: error: rank {rank} on {HERE}{line}")
     if fault == "hang":
         assert "in happen" in (folder / "errors" / f"rank{rank}.txt").read_text()
     assert ended[1 - rank][0] == 7

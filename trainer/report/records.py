@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
 
     Takes a few milliseconds; at most a few seconds where git hangs.
     """
-    versions = {name: package_version(name) for name in PACKAGES}
+    versions = {name: package_version(name) for name in PACKAGES} | {"torch": torch.__version__}
     versions |= {"trainer": package_version("step-trainer"), "cuda": torch.version.cuda}
     for name in LIBRARIES["reported"]:
         # What a run uses it has imported by now.

@@ -180,7 +180,7 @@ def test_shards_compute_logits_in_chunks_as_the_whole_model_does(monkeypatch):
     work = workload(model, objective=NextToken(), setup=setup)
     ranks = partial(setup.fake_ranks, 2, work.model.bind, torch.device("cpu"))
     found = predict_peak(replace(work, fake_ranks=ranks), Shape(6, 40))
-    assert found.activations == pytest.approx(predict_peak(work, Shape(6, 40)).activations, rel=0.3)
+    assert found.activations == pytest.approx(predict_peak(work, Shape(6, 40)).activations, rel=0.2)
 
 
 def test_a_storage_counts_once_and_until_it_is_freed():
