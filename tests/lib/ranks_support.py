@@ -1,13 +1,13 @@
 """Real ranks for tests: processes over gloo, started once and used by every test of a file."""
 
 import gc
-import multiprocessing
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ import torch.distributed as dist
 from trainer.core.world import World
 
 PATIENCE_S = 240  # a machine with much else to do may give ranks no time for a minute
-
-ComputeTime = Callable[..., Any]
 
 
 @contextmanager
@@ -59,14 +57,13 @@ class Ranks:
 
     def __init__(self) -> None:
         # A fork spares imports of 4 CPU seconds. Beside threads for GPUs none can run a backward.
-        way = "forkserver" if torch.cuda.is_available() else "fork"
-        self._context = multiprocessing.get_context(way)
+        self._context = get_context("forkserver" if torch.cuda.is_available() else "fork")
         self._ends: list[tuple[Any, Connection]] = []
 
-    def run(self, size: int, work: ComputeTime, *args: Any) -> list[Any]:
+    def run(self, size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         """What `work(world, *args)` gave on every rank."""
         while len(self._ends) < size:
-            here, there = multiprocessing.Pipe()
+            here, there = Pipe()
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
             with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 process.start()  # from a process with threads, none of which a rank has to do with

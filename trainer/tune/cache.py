@@ -31,7 +31,7 @@ from trainer.tune.workload import Workload
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 13  # raised when what a fact means changes; files of another format are not read
+FORMAT = 14  # raised when what a fact means changes; files of another format are not read
 # Settings of an optimizer that change neither time nor memory
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 

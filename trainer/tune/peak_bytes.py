@@ -129,8 +129,6 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operation gives
         """Run one operation and count what it allocated."""
-        if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # a DTensor's operations come again, on what this rank holds
         if func is torch.ops.prim.device.default:  # asked of a fake several times an operation
             return getattr(args[0], "fake_device", None) or func(*args)
         result = func(*args, **(kwargs or {}))

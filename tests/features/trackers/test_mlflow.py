@@ -2,6 +2,7 @@
 
 import socket
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,16 +15,17 @@ from trainer.report.mirror import close_all
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
 
 
-def test_a_server_that_does_not_answer_is_named_at_the_start(monkeypatch):
-    def stop(text: str) -> None:
-        raise RuntimeError(text)
-
+def test_a_server_that_does_not_answer_is_named_once_and_asked_again(monkeypatch):
+    named, interrupted = list[str](), Mock(side_effect=[None, None, KeyboardInterrupt])
     monkeypatch.setattr(mlflow, "getproxies", dict)
+    monkeypatch.setattr(mlflow.time, "sleep", interrupted)
     with socket.create_server(("127.0.0.1", 0)) as server:
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert mlflow.why_no_answer(uri) is None
-    with pytest.raises(RuntimeError, match=f"^mlflow.tracking_uri={uri}: no server answers .*ref"):
-        MlflowTracker(tracking_uri=uri).start(SimpleNamespace(warn=stop))
+    with pytest.raises(KeyboardInterrupt):
+        MlflowTracker(tracking_uri=uri).start(SimpleNamespace(warn=named.append))
+    begin = f"mlflow.tracking_uri={uri}: no server answers (Connection refused)"
+    assert [text.startswith(begin) for text in named] == [True]
 
 
 @pytest.mark.slow  # seconds of migrations; a run with all trackers is in test_resumed.py
